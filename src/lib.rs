@@ -1,4 +1,4 @@
-//! Counterpoint: an engine in which computation and communication play at the same time.
+//! Counterpoint: distributed attention and tensor-parallel layers whose communication runs under their computation.
 //!
 //! This crate gathers the others under one name; read them in the order in which data flows:
 //! [`mask`] (what), [`plan`] (who), [`schedule`] (when), [`choose`] (which), [`exec`] (done; on GPUs [`cuda`]), [`mod@reference`] (right),
@@ -29,15 +29,15 @@
 //! | for | take |
 //! |---|---|
 //! | attention from tensors to tensors | [`exec::run_attention`], [`exec::run_attention_on`] a [`cuda::CudaMachine`] |
-//! | linear layers | [`exec::ColumnParallelLinear`], [`exec::RowParallelLinear`] |
-//! | rows to those who need them, and sums back | [`exec::Communicator::group_cast`], [`exec::Communicator::group_reduce`] |
+//! | linear layers, layers of experts | [`exec::ColumnParallelLinear`], [`exec::RowParallelLinear`], [`exec::ExpertLayer`] |
+//! | rows to the ranks that need them, and sums back | [`exec::Communicator::group_cast`], [`exec::Communicator::group_reduce`] |
 //! | who computes what, without running it | [`plan::Plan`], [`plan::PlanSummary`] |
 //! | a timeline of a machine that is not here | [`schedule::simulate()`] with [`cost::MachineProfile`] |
 //! | whether results are right | [`reference::check_attention`], [`reference::check_linear`] |
 //! | how fast this machine is | [`measure::calibrate`], [`measure::bench_attention()`] |
 //! | a Program of your own | [`schedule::Program`], [`exec::Prepared`] |
 //!
-//! The examples in the repository read as a course of six lessons.
+//! The examples in the repository read as a course of seven lessons.
 
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]

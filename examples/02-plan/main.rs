@@ -1,10 +1,10 @@
-//! 02: from a mask to who computes what, who sends what, and when.
+//! Lesson 2: from a mask to who computes what, who sends what, and when.
 //!
 //! A packed batch of documents of very different lengths, each causal, on 8 ranks. The plan says which chunks of tokens
 //! live where, which key rows every rank must fetch, and how its work is cut into stages so that fetching hides under
 //! computing. Planning is a pure function: every rank makes the same plan on its own.
 //!
-//! `cargo run --release --example 02-plan`
+//! Run it with `cargo run --release --example 02-plan`.
 
 use counterpoint::choose::{DispatchAlgorithm, PlanConfig, Prediction, plan_mask, plan_mask_on, plan_rank};
 use counterpoint::mask::{Documents, Mask};

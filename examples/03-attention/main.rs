@@ -1,8 +1,8 @@
 //! Lesson 3: distributed attention from tensors to tensors, checked, and its communication hidden.
 //!
 //! Run it with `cargo run --release --example 03-attention`. A packed batch on 4 ranks, which are threads of this process:
-//! forward and backward, compared with the dense f64 reference; then the same over a slow link, one thing after the other
-//! and side by side. With GPUs, `run_attention` is `run_attention_on` a `counterpoint::cuda::CudaMachine`, tensors are bf16 or
+//! forward and backward, compared with the dense f64 reference; then the same over a slow link, without overlap
+//! and with it. With GPUs, `run_attention` is `run_attention_on` a `counterpoint::cuda::CudaMachine`, tensors are bf16 or
 //! f16, and nothing else changes.
 
 use std::error::Error;

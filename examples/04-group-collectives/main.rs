@@ -1,7 +1,7 @@
-//! Lesson 4: group collectives by themselves: pieces to sets of ranks, and back with a reduction.
+//! Lesson 4: group collectives by themselves: rows to sets of ranks, and back with a reduction.
 //!
 //! Run it with `cargo run --example 04-group-collectives`. Three ranks, threads of this process, each with four rows. A
-//! group-cast sends each row to the ranks that want it and to nobody else; a group-reduce over the same pattern brings
+//! group-cast sends each row to the ranks that need it and to no other; a group-reduce over the same pattern brings
 //! partial results back to the rows' owners.
 
 use std::error::Error;

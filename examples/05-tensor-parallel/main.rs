@@ -2,7 +2,7 @@
 //!
 //! Run it with `cargo run --example 05-tensor-parallel`. Two ranks, threads of this process; with GPUs the group is
 //! `Group::connect` on a `counterpoint::cuda::CudaMachine` and nothing else changes. The first layer splits its output features and the second its
-//! input features, so what the one gives lies on the ranks as the other takes it. Activations outside are split by tokens
+//! input features, so the first one's output lies on the ranks as the second one takes it. Activations outside are split by tokens
 //! (sequence parallelism).
 
 use std::error::Error;

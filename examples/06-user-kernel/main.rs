@@ -1,4 +1,4 @@
-//! Lesson 6: a kernel of one's own takes part: what it makes is gathered from all ranks while it goes on.
+//! Lesson 6: a kernel of your own overlaps with a collective: what it has computed is gathered from all ranks while it goes on.
 //!
 //! Run it with `cargo run --example 06-user-kernel`, and with `-- cuda` on GPUs. Every rank has some rows of `x`; all ranks want
 //! `y = x sigmoid(x)` of all rows. The kernel computes its rows in parts and raises a signal after each; a communication stream

@@ -38,6 +38,12 @@ def borrowed(tensor: torch.Tensor) -> Borrowed:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), _NAME_OF[tensor.dtype], tensor
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, and on GPUs where the engine reads it: at a multiple of 16 bytes."""
+    tensor = tensor.resolve_neg().contiguous()
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() & 15 else tensor
+
+
 def check_device(group: _Group, name: str, tensor: torch.Tensor, whose: str = "the group") -> None:
     """Refuses a tensor that is not where the group is."""
     ordinal = group._ordinal
@@ -203,7 +209,7 @@ def _merged(
     check_device(group, "lse", lse)
     if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
         raise TensorError(_NO_GRADIENT)
-    out, lse, rows = out.contiguous(), lse.contiguous(), sum(one.rows[0] for one in splits)
+    out, lse, rows = dense(out), dense(lse), sum(one.rows[0] for one in splits)
     merged, logarithms = out.new_zeros(rows, *out.shape[1:]), lse.new_full((rows, lse.shape[1]), -math.inf)
     if out.shape[1] and out.shape[2]:
         pairs = [(borrowed(out), borrowed(merged)), (borrowed(lse), borrowed(logarithms))]

@@ -142,12 +142,13 @@ def _sink_rows(sink: torch.Tensor) -> torch.Tensor:
 
 
 def _check_tangents(*tensors: torch.Tensor | None) -> None:
-    """Refuses tensors with a derivative of forward mode, which would be lost. `autograd.Function` refuses others."""
+    """Refuses tensors with a derivative of forward mode, which would be lost, and others of torch.func's. `autograd.Function`
+    refuses derivatives of forward mode by itself."""
     # A private name, by which most calls need not look at each tensor; without it they do.
-    if getattr(forward_ad, "_current_level", 0) < 0:
-        return
-    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise NotImplementedError("counterpoint has no derivatives of forward mode (jvp); use backward, or torch.func.vjp")
+    is_forward_mode = getattr(forward_ad, "_current_level", 0) >= 0
+    if is_forward_mode and any(one is not None and forward_ad.unpack_dual(one).tangent is not None for one in tensors):
+        raise NotImplementedError("counterpoint has no derivatives of forward mode (jvp); use backward")
+    ops.refuse_transforms()
 
 
 def _check_plan(plan: Any) -> None:
@@ -175,8 +176,8 @@ def flex_attention(
 ) -> tuple[torch.Tensor, ...]:
     """Attention over any mask on this device, without ranks: (out, lse), as `attention`, and max_logits if asked for.
 
-    On a GPU the call is enqueued on PyTorch's current stream, and waited for by nobody. Plans are kept for the last 64 masks and
-    shapes. Inside `torch.compile` it is an operator that is given the mask as a number: a new mask compiles nothing again.
+    On a GPU the call is enqueued on PyTorch's current stream and returns at once. Plans are kept for the last 64 masks and
+    shapes. Inside `torch.compile` it is an operator that takes the mask as a number, so a new mask compiles nothing again.
     """
     if not isinstance(mask, Mask):
         raise MaskError(

@@ -145,7 +145,7 @@ class _Group(_Planner):
         with self._lock:
             if plan._keeps_dispatch:  # its arguments do not say of which plan
                 return PrefetchedPlan(make, self._planning_thread())
-            key = key_of(plan._given_mask, {**plan._arguments, "on": None})
+            key = key_of(plan._given_mask, {**plan._arguments, "deterministic": plan.deterministic, "on": None})
             return self._wait_to_be_taken(
                 key, PrefetchedPlan(make, self._planning_thread(), functools.partial(self._forget, key))
             )
@@ -185,14 +185,17 @@ class _Group(_Planner):
 
     def close(self) -> None:
         """Leaves the group, once all its ranks do. Calls from now on are errors. Happens by itself at the end of the process."""
-        with self._lock:
-            for ahead in self._prefetched.values():
-                ahead.cancel()
-        for threads in (self._planner, self._maker):
-            if threads is not None:
-                threads.shutdown(wait=False, cancel_futures=True)
-        with self._named_errors():
-            self._native.close()
+        try:
+            with self._named_errors():
+                self._native.close()
+        finally:
+            if self._native.closed:  # a call from within another call of the group is refused
+                with self._lock:
+                    for ahead in self._prefetched.values():
+                        ahead.cancel()
+                for threads in (self._planner, self._maker):
+                    if threads is not None:
+                        threads.shutdown(wait=False, cancel_futures=True)
 
     def overlap_calls(self) -> None:
         """Has calls on different CUDA streams overlap, as micro-batches do: exchanges of one run while the other computes.
@@ -307,9 +310,9 @@ class LocalGroup(_Group):
     the other.
 
     `device` is "cpu", or a GPU that all ranks share: "cuda" (PyTorch's current one), "cuda:1". Calls there are enqueued on
-    PyTorch's current stream and waited for by nobody; scratch memory comes from PyTorch's caching allocator. `slow_link`
-    imitates a link between CPU ranks: (seconds of a collective, bytes a second). No wait is longer than `limit` seconds.
-    `planning_threads` make each plan side by side; plans are the same for any number. `tuned` as of `Group`.
+    PyTorch's current stream and return at once; scratch memory comes from PyTorch's caching allocator. `slow_link` imitates a
+    link between CPU ranks: (seconds of a collective, bytes a second). No wait is longer than `limit` seconds.
+    `planning_threads` threads make each plan; plans are the same for any number. `tuned` is as in `Group`.
     """
 
     def __init__(
@@ -331,9 +334,11 @@ class LocalGroup(_Group):
         begin_in_this_process()
         super().__init__()
         plans = read_tuned(asked, size)
-        kind = str(device).split(":")[0]
+        kind, _, number = str(device).partition(":")
+        if number and not number.isdecimal():
+            kind = ""
         if kind == "cpu":
-            self.device = device
+            self.device = "cpu"
             self._native = Ranks.local(size, slow_link=slow_link, limit=limit, tuned=plans)
         elif kind == "cuda":
             from counterpoint import _cuda

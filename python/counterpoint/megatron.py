@@ -16,6 +16,7 @@ from counterpoint.layers import layer_attention, layer_plan
 from counterpoint.lookup import active_plan
 from counterpoint.nn import ColumnParallelLinear, RowParallelLinear
 from counterpoint.plan import Plan
+from counterpoint.plan_arguments import is_deterministic
 from counterpoint.processes import Group
 from counterpoint.recent import Recent
 from counterpoint.sequences import documents, packed_mask
@@ -186,7 +187,8 @@ class CoreAttention(torch.nn.Module):
         return given.size() if given is not None else self.context_parallel_size
 
     def _settings(self) -> dict[str, Any]:
-        return {"scale": self.softmax_scale, "deterministic": getattr(self.config, "deterministic_mode", False) or None}
+        asked = getattr(self.config, "deterministic_mode", False) or None
+        return {"scale": self.softmax_scale, "deterministic": is_deterministic(asked)}
 
     def _dispatched(self, tensors: Sequence[torch.Tensor], plan: Plan, sink: torch.Tensor | None) -> torch.Tensor:
         """Of rows that were dispatched by a plan, with this layer's window and scale."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from counterpoint.collectives import check_device
+from counterpoint.collectives import check_device, dense
 from counterpoint.errors import Error, TensorError
 from counterpoint.fitting import accumulator
 from counterpoint.profiling import profiling
@@ -172,9 +172,10 @@ def run_backward(
         dout, q, k, v = dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
     at_q, at_k, at_v, inputs = places(q, k, v, on_gpu)
     at_dout, dout = place(dout, on_gpu)
+    # Hooks on what is saved may lay it out as they like.
+    out, lse = dense(out), dense(lse)
     if dlse is not None:
-        dlse = dlse.resolve_neg()
-        dlse = dlse.contiguous() if not (on_gpu and dlse.data_ptr() & 15) else dlse.clone()
+        dlse = dense(dlse)
     asked = dlse is not None
     calls = plan._measured_calls(dlse=asked) if measured else plan._asking(stream, dlse=asked)
     try:
@@ -233,6 +234,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        refuse_transforms()
         if torch.is_grad_enabled():
             raise Error("gradients of gradients of attention are not implemented; leave create_graph=True out")
         if dout is None and dlse is None:
@@ -247,6 +249,16 @@ class Attention(torch.autograd.Function):
 # What autograd's node calls, which else finds out at every call which function it is for.
 Attention._backward_cls.apply = Attention.backward  # type: ignore[attr-defined]
 
+
+def refuse_transforms() -> None:
+    """Refuses calls inside of transforms of torch.func, whose tensors have no memory of their own."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "attention is called inside of a transform of torch.func (grad, vjp, vmap), for which it has no rule: use "
+            "backward or torch.autograd.grad, and pack what vmap would batch into one sequence"
+        )
+
+
 # What `Attention.apply` comes to outside of torch.func, without its steps for that, which take longer than the rest.
 _apply = super(torch.autograd.Function, Attention).apply
 
@@ -260,6 +272,6 @@ def differentiable(
     max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the local rows, with gradients: (out, lse). Writes `max_logits`, as `run_forward` does."""
-    apply = Attention.apply if torch._C._are_functorch_transforms_active() else _apply
-    made: tuple[torch.Tensor, torch.Tensor] = apply(q, k, v, sink, plan, max_logits)
+    refuse_transforms()
+    made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, sink, plan, max_logits)
     return made

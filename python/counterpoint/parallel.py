@@ -6,13 +6,15 @@ Weights are `DTensor`s as those of PyTorch's own styles, so checkpoints and opti
 
 from __future__ import annotations
 
+import types
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from counterpoint.errors import PlanError
-from counterpoint.nn.product import Kind, Layer, product
+from counterpoint.nn.product import Kind, Layer, product, rows_of
 from counterpoint.processes import Group
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
@@ -32,7 +34,7 @@ class _Style(ParallelStyle):
         if self.whole not in (Replicate(), Shard(0)):
             which = "input_layouts" if column else "output_layouts"
             raise PlanError(f"{which} is {self.whole}; this style takes Replicate(), or Shard(0) for sequence parallelism")
-        if not isinstance(self.split, Shard):
+        if not isinstance(self.split, Shard) or self.split.dim == 0:
             which = "output_layouts" if column else "input_layouts"
             raise PlanError(f"{which} is {self.split}; features of this side are split: Shard(-1)")
         self.use_local_output, self.overlap = use_local_output, overlap
@@ -63,15 +65,17 @@ class _Style(ParallelStyle):
             module.bias = torch.nn.Parameter(bias, requires_grad=module.bias.requires_grad)
         given, made = (self.whole, self.split) if self.kind == "column" else (self.split, self.whole)
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return self._forward(module, layer, device_mesh, x, given, made)
+        def forward(own: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+            return self._forward(own, layer, device_mesh, x, given, made)
 
-        module.forward = forward  # type: ignore[method-assign, assignment]
+        # A method, which copies of the module have as their own: a function would go on with the weights of the first one.
+        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
         return module
 
     def _forward(
         self, module: torch.nn.Linear, layer: Layer, mesh: DeviceMesh, x: torch.Tensor, given: Placement, made: Placement
     ) -> torch.Tensor:
+        given, made = (_counted_from_0(placement, x.ndim) for placement in (given, made))
         if isinstance(x, DTensor):
             # Of a column-parallel layer's input the gradient is summed by the layer itself.
             x = x.redistribute(mesh, [given]).to_local(grad_placements=[given])
@@ -85,11 +89,25 @@ class _Style(ParallelStyle):
             bias = bias.to_local(grad_placements=[_partial()] if partial else bias.placements)
         if layer.kind == "column":
             in_engine, bias = bias, None
-        rows = x.reshape(-1, x.shape[-1])
-        (y,) = product(rows, [local], [] if in_engine is None else [in_engine], layer)
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            # As `nn.Linear` does.
+            to = torch.get_autocast_dtype(x.device.type)
+            x, local = x.to(to), local.to(to)
+            in_engine, bias = (None if one is None else one.to(to) for one in (in_engine, bias))
+        (y,) = product(rows_of(x), [local], [] if in_engine is None else [in_engine], layer)
         y = y.reshape(-1, *x.shape[1:-1], y.shape[-1])
         y = y if bias is None else y + bias
         return y if self.use_local_output else DTensor.from_local(y, mesh, [made], run_check=False)
+
+
+def _counted_from_0(placement: Placement, axes: int) -> Placement:
+    """The axis of tokens, which is the first, or of features, the last, as backwards of `DTensor`s want it."""
+    if not isinstance(placement, Shard):
+        return placement
+    axis = placement.dim % axes
+    if axis not in (0, axes - 1):
+        raise PlanError(f"{placement} is neither tokens nor features of {axes} axes; features are Shard(-1)")
+    return Shard(axis)
 
 
 def _partial() -> Placement:

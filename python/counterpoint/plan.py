@@ -138,6 +138,13 @@ class Plan:
         state = (self._solution.to_bytes(), self._arguments, self._sink_grad, self._tokens, self._keeps_dispatch, self._rank)
         return _restored, state
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        """A copy of what holds a plan has the same one, on the same ranks."""
+        return self
+
+    def __copy__(self) -> Plan:
+        return self
+
     @property
     def handle(self) -> int:
         """The number by which compiled operators know the plan."""
@@ -272,9 +279,14 @@ class Plan:
 
     def on(self, mask: Mask, **changes: Any) -> Plan:
         """Another mask on this plan's dispatch. The last 64 are kept: a layer with a window asks for one at every step."""
+        if isinstance(changes.get("heads"), list):
+            changes["heads"] = tuple(changes["heads"])
         key = (mask, tuple(sorted(changes.items())))
         known = self._on.get(key)
-        return known or self._on.put(key, self.group.plan(mask, **{**self._arguments, **changes, "on": self}))
+        if known is None:
+            arguments = {**self._arguments, "deterministic": self.deterministic, **changes, "on": self}
+            known = self._on.put(key, self.group.plan(mask, **arguments))
+        return known
 
     def active(self) -> contextlib.AbstractContextManager[Plan]:
         """Inside it, attention layers that were given no plan take this one: for models that do not pass keywords on.
@@ -306,7 +318,7 @@ class Plan:
         return Choices.from_json(self._solution.choices_json())
 
     def predict(self) -> Timelines:
-        """What the simulator expects: on the group's GPUs, of CPU ranks on as many H200."""
+        """What the simulator expects on the group's GPUs; for CPU ranks, on as many H200s."""
         return Timelines(*self._solution.predict())
 
     def timeline(self) -> Timelines:

@@ -200,5 +200,7 @@ DEFAULTS: dict[str, Any] = {
 def key_of(mask: Mask, arguments: dict[str, Any]) -> Any:
     """What plans are found by that were made ahead: the mask, and all arguments of `plan`."""
     heads, on = arguments["heads"], arguments["on"]
+    # What PyTorch asks for now, where it is left open.
+    arguments = {**arguments, "deterministic": is_deterministic(arguments["deterministic"])}
     named = tuple(heads) if isinstance(heads, list) else heads, dtype_name(arguments["dtype"]), None if on is None else on.handle
     return (mask, arguments["head_dim"], *named, *(arguments[name] for name in DEFAULTS if name != "on"))

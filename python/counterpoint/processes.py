@@ -42,31 +42,31 @@ _making = threading.Lock()
 class Group(_Group):
     """Ranks that are processes, one each, from a process group of PyTorch's or a dimension of a device mesh.
 
-    Making one is collective among its ranks, and is done once: the same ranks and device give the same group again, until it is
-    closed. Where it has failed, its error is raised first, if no call has raised it yet; then a new one is made. It reads and
-    writes a few keys of the process group's store, and no collective of `torch.distributed` is called, then or later: any backend
-    will do, and none is disturbed. A mesh of two dimensions, (nodes, ranks of a node), gives one group of all.
+    Making a group is collective among its ranks. The same ranks and device give the same group again, until it is closed. If that
+    one has failed, its error is raised first, unless a call has raised it already; then a new group is made. A group reads and
+    writes a few keys of the process group's store, and never calls a collective of `torch.distributed`: any backend will do, and
+    none is disturbed. A mesh of two dimensions, (nodes, ranks of a node), gives one group of all ranks.
 
     `device` is "cpu", or this rank's GPU: "cuda" (PyTorch's current one), "cuda:1"; several ranks may share one. Where it is not
     given, it is the current GPU for a process group of NCCL's, the CPU for others. `transport` moves rows between ranks; "auto"
-    takes what these GPUs reach; others are "tcp" on the CPU, "nvlink", "copy-engine", "nccl" and "hierarchical" on GPUs. Settings
-    of NCCL may follow the last two, which its own variables come before: "nccl+cluster-size=0+max-ctas=8", `min-ctas`,
-    `cta-policy` (default, efficiency or zero). "nccl+library-sums" has NCCL itself sum what is its reduce-scatter, in the order
-    and type that it chooses; without it sums are in f32 and in the order of ranks.
+    takes the fastest that these GPUs have; others are "tcp" on the CPU, "nvlink", "copy-engine", "nccl" and "hierarchical" on
+    GPUs. Settings of NCCL may follow the last two, as in "nccl+cluster-size=0+max-ctas=8"; others are `min-ctas` and `cta-policy`
+    (default, efficiency or zero). NCCL's own variables override them. With "nccl+library-sums" NCCL computes reduce-scatters, in
+    its own order and type; otherwise sums are in f32 and in the order of ranks.
 
-    `limit` is how many seconds a rank waits for another that does nothing. `nodes` is how many machines the ranks are on, equally
-    many on each; it is found out if it is not given. `profile` is the path of a machine profile of
-    `counterpoint doctor --calibrate`, which plans are made by. `planning_threads` make each plan side by side; plans are the same
+    `limit` is how many seconds a rank waits for another that does nothing. `nodes` is how many machines the ranks are on,
+    equally many on each; left out, the ranks find it out. `profile` is the path of a machine profile of
+    `counterpoint doctor --calibrate`, which plans then follow. `planning_threads` threads make each plan; plans are the same
     for any number.
 
-    `tuned` says which linear layers run as they were measured to be fastest: those of a size that `counterpoint tune gemm` has
-    tuned, for this device, transport and number of ranks. True takes what it has kept for this user, a path is a file that it was
-    given by `--plans`, and False takes none. The first rank reads it for all.
+    `tuned` says whether linear layers run as `counterpoint tune gemm` measured them to be fastest, where it has tuned their size
+    for this device, transport and number of ranks. True takes what it kept for this user, a path is a file that it wrote by
+    `--plans`, False takes nothing. The first rank reads it for all.
 
-    `concurrent_collectives` says whether collectives of other libraries (FSDP2's, DDP's) run while this group's calls do, on
-    streams that these are not ordered with (`order_with`). Then no linear layer is chosen to be one kernel with its
-    collective: two of these and two of NCCL's may each hold the multiprocessors that another needs, and wait until the limit.
-    `overlap="fused"` is taken as it is. None is True where the default process group has ranks that this group has not."""
+    `concurrent_collectives` says whether collectives of other libraries (FSDP2's, DDP's) run at the same time as this group's
+    calls, on streams that are not ordered with them (`order_with`). If so, no linear layer is chosen to be one kernel with its
+    collective: two such kernels and two of NCCL's may each hold multiprocessors that another needs, and wait until the limit.
+    `overlap="fused"` still asks for it. None means True where the default process group has ranks that this group has not."""
 
     concurrent_collectives: bool
     _wishes: dict[str, Any]

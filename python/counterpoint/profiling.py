@@ -10,7 +10,7 @@ _profilers = 0
 
 @contextlib.contextmanager
 def profile() -> Iterator[None]:
-    """Calls inside it take times: `Plan.timeline()` and `Plan.report()` show those of the last one. All ranks enter it."""
+    """Calls inside it are timed: `Plan.timeline()` and `Plan.report()` show those of the last one. All ranks enter it."""
     global _profilers
     # Not a context variable: the thread of backwards has a context of its own.
     _profilers += 1

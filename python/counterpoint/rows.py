@@ -44,7 +44,7 @@ def undispatch(plan: Plan, x: torch.Tensor, dim: int, role: Role, grad: str) -> 
 
 def roll(plan: Plan, x: torch.Tensor, shift: int, dim: int) -> torch.Tensor:
     """See `Plan.roll`."""
-    if not isinstance(shift, int):
+    if not isinstance(shift, int) or isinstance(shift, bool):
         raise TensorError(f"shift is {shift!r}; it must be a whole number")
     _check_rows(x, dim, plan.q_rows, f"this process's rows of {_NAMES['q']}")
     if torch.compiler.is_compiling():
@@ -152,6 +152,7 @@ class _Roll(torch.autograd.Function):
 
 
 def _rolled(plan: Plan, x: torch.Tensor, shift: int, dim: int) -> torch.Tensor:
+    shift %= plan._given("q")
     if plan._rank is None or plan._total("q") != plan._given("q"):
         return _select(plan, _gather(plan, x, dim, "q").roll(shift, dim), dim, "q", 0)
     return _exchange(plan, x, dim, "q", "roll", rows=plan.q_rows, shift=shift)
@@ -166,6 +167,7 @@ _library.define("undispatch_backward(Tensor grad, int dim, str role, str how, Sy
 _library.define("roll(Tensor x, int shift, int dim, SymInt plan) -> Tensor")
 
 
+# Results are dense, as compiled code was told: those of other ranks lie row after row, along whichever axis rows are.
 def _impl(name: str, run: Callable[..., torch.Tensor], shapes: Callable[..., torch.Tensor]) -> None:
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"counterpoint::{name}", shapes, lib=_library)
@@ -189,12 +191,12 @@ _impl(
 )
 _impl(
     "undispatch_backward",
-    lambda grad, dim, role, how, rows, plan: _ungather(of_handle(plan), grad, dim, role, how),
+    lambda grad, dim, role, how, rows, plan: _ungather(of_handle(plan), grad, dim, role, how).contiguous(),
     lambda grad, dim, role, how, rows, plan: _with_rows(grad, dim, rows),
 )
 _impl(
     "roll",
-    lambda x, shift, dim, plan: _rolled(of_handle(plan), x, shift, dim),
+    lambda x, shift, dim, plan: _rolled(of_handle(plan), x, shift, dim).contiguous(),
     lambda x, shift, dim, plan: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 

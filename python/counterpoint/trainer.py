@@ -6,7 +6,8 @@ Only methods that Trainer documents for subclassing are overridden.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         else:
             size = self.cp_group.size
             self._replicas, self._replica = world // size, _replica(self.cp_group._global_ranks, size, world)
+        # Of the epoch whose first batches all ranks of a group were found to have in common.
+        self._checked_epoch: Any = None
         self._refuse_what_is_not_offered()
 
     def _refuse_what_is_not_offered(self) -> None:
@@ -81,47 +84,63 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         return self._loader(dataset, self.args.eval_batch_size, shuffle=False)
 
     def _loader(self, dataset: Any, batch_size: int, *, shuffle: bool) -> DataLoader[Any]:
-        if isinstance(dataset, IterableDataset):
-            raise NotImplementedError(
-                "the dataset is iterable: all ranks of a group must read the same, so give a loader of your own by overriding "
-                "get_train_dataloader"
-            )
-        columns = getattr(dataset, "column_names", None)
-        if self.args.remove_unused_columns and columns is not None and hasattr(dataset, "remove_columns"):
-            taken = {*inspect.signature(self.accelerator.unwrap_model(self.model).forward).parameters, "label", "label_ids"}
-            # What a subclass of Trainer, such as TRL's, has its collator take: the lengths of packed documents.
-            self._set_signature_columns_if_needed()
-            taken |= {*(self._signature_columns or ())}
-            dataset = dataset.remove_columns([name for name in columns if name not in taken])
+        collate = self.data_collator
+        if self.args.remove_unused_columns:
+            dataset, collate = self._without_unused_columns(dataset)
+        drop_last = shuffle and self.args.dataloader_drop_last
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset,
-            self._replicas,
-            self._replica,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=shuffle and self.args.dataloader_drop_last,
-        )
+        sampler: DistributedSampler[Any] | None = None
+        if isinstance(dataset, IterableDataset):
+            dataset = _share_of(dataset, batch_size, drop_last, self._replicas, self._replica, seed)
+        else:
+            sampler = DistributedSampler(dataset, self._replicas, self._replica, shuffle=shuffle, seed=seed, drop_last=drop_last)
         return _Loader(
             dataset,
             batch_size=batch_size,
             sampler=sampler,
-            collate_fn=self.data_collator,
+            collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            drop_last=shuffle and self.args.dataloader_drop_last,
+            drop_last=drop_last,
         )
+
+    def _without_unused_columns(self, dataset: Any) -> tuple[Any, Any]:
+        """A dataset and a collator by which a model is given what its forward takes."""
+        taken = {*inspect.signature(self.accelerator.unwrap_model(self.model).forward).parameters, "label", "label_ids"}
+        # What a subclass of Trainer, such as TRL's, has its collator take: the lengths of packed documents.
+        self._set_signature_columns_if_needed()
+        taken |= {*(self._signature_columns or ())}
+        columns = getattr(dataset, "column_names", None)
+        if columns is None or not hasattr(dataset, "remove_columns"):
+            return dataset, _Taking(self.data_collator, taken)
+        return dataset.remove_columns([name for name in columns if name not in taken]), self.data_collator
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """The micro-batches of a step, and what their losses are divided by: the tokens that are predicted."""
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        if epoch_iterator is not self._checked_epoch and not isinstance(self.cp_group, LocalGroup):
+            self._checked_epoch = epoch_iterator
+            self._check_same(batches, device)
         items = torch.tensor(sum(items_of(batch) for batch in batches), dtype=torch.int64, device=device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             dist.all_reduce(items)
             items = items // (self.args.world_size // self._replicas)
         return batches, items.clamp(min=1)
+
+    def _check_same(self, batches: list[Any], device: torch.device) -> None:
+        """Refuses batches that are not the same on all ranks of a group, whose attention would be over tokens of several."""
+        digests = torch.zeros(self.args.world_size, dtype=torch.int64, device=device)
+        digests[self.args.process_index] = _digest(batches)
+        dist.all_reduce(digests)
+        found, ranks = digests.tolist(), self.cp_group._global_ranks
+        others = [rank for rank in ranks if found[rank] != found[ranks[0]]]
+        if others:
+            raise PlanError(
+                f"ranks {[ranks[0], *others]} are of one cp_group and have read different batches; have the dataset and the "
+                "collator draw the same on all of them, by one seed"
+            )
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -148,8 +167,45 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 class _Loader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Another order."""
-        if isinstance(self.sampler, DistributedSampler):
-            self.sampler.set_epoch(epoch)
+        for part in (self.sampler, self.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+
+class _Taking:
+    """A collator that is given some columns of each example alone."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], columns: set[str]) -> None:
+        self._collate, self._columns = collate, columns
+
+    def __call__(self, examples: list[Any]) -> Any:
+        return self._collate([self._taken(example) for example in examples])
+
+    def _taken(self, example: Any) -> Any:
+        if not isinstance(example, Mapping):
+            return example
+        return {name: value for name, value in example.items() if name in self._columns}
+
+
+def _share_of(
+    dataset: IterableDataset[Any], batch_size: int, drop_last: bool, replicas: int, replica: int, seed: int
+) -> IterableDataset[Any]:
+    """A replica's batches of an iterable dataset: in turns, as many for each."""
+    from transformers.trainer_pt_utils import IterableDatasetShard
+
+    return IterableDatasetShard(dataset, batch_size, drop_last, replicas, replica, seed)
+
+
+def _digest(batches: list[Any]) -> int:
+    """Of all tensors of some batches."""
+    digest = 0
+    for batch in batches:
+        for name in sorted(batch):
+            value = batch[name]
+            if isinstance(value, torch.Tensor):
+                elements = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+                digest = zlib.crc32(elements.numpy().tobytes(), zlib.crc32(f"{name} {list(value.shape)}".encode(), digest))
+    return digest
 
 
 def _made(group: Any, device: torch.device) -> _Group:

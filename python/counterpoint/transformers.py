@@ -6,7 +6,9 @@ that do not pass keywords on run inside `plan.active()`. Without a plan the same
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -72,6 +74,13 @@ class _Described:
 
     arguments: dict[str, Any]
     made: dict[str, Any] = field(default_factory=dict)
+    # As a mask that is built has them: `generate` makes one for a static cache, which the model looks at.
+    ndim = 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[sequences, 1, queries, keys]`."""
+        return torch.Size([self.arguments["batch_size"], 1, self.arguments["q_length"], self.arguments["kv_length"]])
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -133,14 +142,40 @@ class _Described:
 def _described(*given: Any, **arguments: Any) -> _Described | None:
     """What transformers calls to build a mask. None where it is causal and nothing more."""
     names = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask")
-    arguments = {**dict(zip(names, given, strict=False)), **arguments}
+    # `torch.compile` of PyTorch 2.8 takes no other lists than of one length.
+    arguments = {**dict(zip(names[: len(given)], given, strict=True)), **arguments}
+    if not torch.compiler.is_compiling():
+        kind: Any = type(arguments.get("config"))
+        _refuse_attention_of_its_own(kind)
     padding = arguments.get("attention_mask")
+    if isinstance(padding, _Described):
+        # What `generate` asked for, before it called the model.
+        return padding
+    for offset in ("q_offset", "kv_offset"):
+        if isinstance(arguments.get(offset), torch.Tensor):
+            # A cache's own counter, which goes on before the mask is made.
+            arguments[offset] = int(arguments[offset])
     if isinstance(padding, torch.Tensor) and padding.ndim == 2 and bool(padding.all()):
         # Tokenizers give one of ones. One look at it a forward, as flash_attention_2 has.
         arguments["attention_mask"] = None
     described = _Described(arguments)
     plain = described.padding is None and described.window is None and arguments.get("allow_is_causal_skip", False)
     return None if plain and arguments["q_length"] == arguments["kv_length"] else described
+
+
+@functools.cache
+def _refuse_attention_of_its_own(config: Any) -> None:
+    """Refuses a model of transformers that asks for masks and calls no attention but its own, such as Bloom: masks are not built
+    here, so it would see all keys."""
+    package, _, name = config.__module__.rpartition(".configuration_")
+    modelling = sys.modules.get(f"{package}.modeling_{name}") if package.startswith("transformers.models.") else None
+    if modelling is None or hasattr(modelling, "ALL_ATTENTION_FUNCTIONS"):
+        return
+    if not any(getattr(found, "_supports_attention_backend", False) is True for found in vars(modelling).values()):
+        raise NotImplementedError(
+            f"models of {config.__name__} compute attention by themselves, whatever attn_implementation says: load them with "
+            '"eager"'
+        )
 
 
 def _padded(seen: torch.Tensor, offset: int, window: int | None) -> Mask:

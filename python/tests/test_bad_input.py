@@ -132,6 +132,8 @@ BAD_PLANS = [
     ({"heads": "2"}, "heads is '2'; it must be a number, or (of queries, of keys)"),
     ({"heads": (4, 2, 1)}, "heads is (4, 2, 1); it must be a number, or (of queries, of keys)"),
     ({"heads": 2.0}, "heads is 2.0; it must be a number, or (of queries, of keys)"),
+    ({"heads": 2**62}, "the tensors of 2 ranks together may have more than"),
+    ({"sink_rows": 2**62}, "the tensors of 2 ranks together may have more than"),
     ({"head_dim": "8"}, "head_dim is '8'; it must be a whole number of at least 1"),
     ({"head_dim": -8}, "head_dim is -8; it must be a whole number of at least 1"),
     ({"head_dim_v": 0}, "head_dim_v is 0; it must be a whole number of at least 1"),

@@ -282,9 +282,25 @@ def test_layers_of_one_rank() -> None:
     assert layers(cp.LocalGroup(1)) <= 4
 
 
+def check_that_results_are_dense(group: Any) -> None:
+    """As their shapes say, which Inductor's code checks, also where rows are not the first axis."""
+    operators = torch.ops.counterpoint
+    plan = group.plan(cp.Mask.causal(TOKENS), heads=1, head_dim=8, dtype="float32")
+    local, whole = torch.randn(3, plan.q_rows, 2), torch.randn(3, TOKENS, 2)
+    for made in (
+        operators.roll(local, 1, 1, plan.handle),
+        operators.dispatch(whole, 1, "q", 0.0, plan.q_rows, TOKENS, plan.handle),
+        operators.undispatch(local, 1, "q", "sum", TOKENS, plan.q_rows, plan.handle),
+        operators.undispatch_backward(whole, 1, "q", "sum", plan.q_rows, plan.handle),
+    ):
+        assert made.is_contiguous()
+
+
 def of_rank(rank: int) -> list[int]:
     group = cp.Group()
-    return [of(group) for of in (rows_there_and_back, layers, largest_scores, rows_by_splits, experts, into_main_grads)]
+    compiles = [of(group) for of in (rows_there_and_back, layers, largest_scores, rows_by_splits, experts, into_main_grads)]
+    check_that_results_are_dense(group)
+    return compiles
 
 
 def test_ranks_that_are_processes() -> None:

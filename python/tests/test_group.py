@@ -443,3 +443,35 @@ def test_an_exception_that_ends_a_program_is_sent_to_the_others(tmp_path: pathli
     (first, raised), (second, own) = program(tmp_path, text)
     assert first == second == 1
     assert "KeyError: 'weights'" in own and "PeerError: rank 1 gave up: KeyError: 'weights'" in raised, raised
+
+
+def calls_in_a_handler(rank: int) -> dict[str, object]:
+    """A rank that waits for another is interrupted by a signal whose handler calls the same group."""
+    group, said = cp.Group(), []
+    call(group)
+
+    def handler(*_: object) -> None:
+        for within in (lambda: call(group), group.close):
+            try:
+                within()
+            except cp.Error as error:
+                said.append(f"{type(error).__name__}: {error}")
+        store().set("handled", "")
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 2)  # by when it waits
+    else:
+        store().wait(["handled"])
+    call(group)
+    # The call that was interrupted has ended as if nothing had been, and so does the group.
+    group.close()
+    return {"said": said}
+
+
+def test_a_handler_of_a_signal_does_not_wait_for_the_call_that_it_interrupts() -> None:
+    with Ranks(2) as pool:
+        found = pool.run(calls_in_a_handler)
+    words = "Error: a handler of a signal cannot call the group whose call it interrupts"
+    assert [one.startswith(words) for one in found[0]["said"]] == [True, True], found
+    assert found[1]["said"] == []

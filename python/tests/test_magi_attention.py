@@ -468,3 +468,13 @@ def test_partial_attention_merges() -> None:
         functional.correct_attn_lse_with_sink(lse1, torch.zeros(1, lse1.shape[1]), "shd")
     with pytest.raises(AssertionError, match="the layout sh is"):
         functional.correct_attn_lse_with_sink(lse1, torch.zeros(lse1.shape[1]))
+
+
+def test_gradients_of_merged_rows_that_see_nothing_are_zeros() -> None:
+    nothing, something = torch.tensor([[-torch.inf]]), torch.tensor([[0.5]])
+    out = torch.ones(1, 1, 2)
+    for first, second in ((nothing, nothing), (nothing, something), (something, nothing)):
+        leaves = [first.clone().requires_grad_(), second.clone().requires_grad_()]
+        merged, lse = functional.correct_attn_out_lse(out, leaves[0], out, leaves[1])
+        torch.where(lse.isfinite(), lse, 0.0).sum().add(merged.sum()).backward()
+        assert all(leaf.grad.isfinite().all() for leaf in leaves)

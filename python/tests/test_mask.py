@@ -188,6 +188,9 @@ def test_pictures() -> None:
     assert html.startswith("<svg") and len(html) < 150_000
     assert set(mask._repr_mimebundle_()) == {"text/html", "text/plain"}
     assert "<title>a &lt;b&gt;</title>" in mask.svg(title="a <b>")
+    assert len(cp.Mask.full(2, 3).picture(1 << 60, 1 << 60)) == 2 * (3 + 1)
+    with pytest.raises(cp.MaskError, match="a picture of 1048576 x 1048576 characters is too large"):
+        mask.picture(1 << 60, 1 << 60)
 
 
 def test_rows_in_another_order() -> None:

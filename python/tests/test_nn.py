@@ -298,6 +298,64 @@ def styled(rank: int, sequence_parallel: bool) -> None:
         close(parameter.grad.full_tensor(), dict(single.named_parameters())[name].grad, name)
 
 
+def styled_as_dtensors(rank: int) -> None:
+    """Between layers of PyTorch's styles, and with results that are `DTensor`s."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel as TheirColwise
+    from torch.distributed.tensor.parallel import RowwiseParallel as TheirRowwise
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from counterpoint.parallel import ColwiseParallel, RowwiseParallel
+
+    mesh, x = init_device_mesh("cpu", (SIZE,)), drawn(TOKENS, NARROW, seed=20)
+    whole = {"use_local_output": False}
+    theirs, between = {"0": TheirColwise(), "1": TheirRowwise()}, {"2": ColwiseParallel(), "3": RowwiseParallel()}
+    ours = {"0": ColwiseParallel(**whole), "1": RowwiseParallel(**whole), "2": ColwiseParallel(**whole), "3": RowwiseParallel()}
+    for plan in (theirs | between, ours):
+        torch.manual_seed(5)
+        mlp = torch.nn.Sequential(*(torch.nn.Linear(*size).double() for size in [(NARROW, WIDE), (WIDE, NARROW)] * 2))
+        single, parallel = x.clone().requires_grad_(), x.clone().requires_grad_()
+        wanted = mlp(single)
+        wanted.square().sum().backward()
+        found = parallelize_module(mlp, mesh, plan)(parallel)
+        found.square().sum().backward()
+        close(found, wanted.detach(), "y")
+        close(parallel.grad, single.grad, "dx")
+    with pytest.raises(cp.PlanError, match="features of this side are split"):
+        ColwiseParallel(output_layouts=Shard(0))
+    layer = parallelize_module(torch.nn.Linear(NARROW, WIDE).double(), mesh, ColwiseParallel(output_layouts=Shard(1)))
+    with pytest.raises(cp.PlanError, match="neither tokens nor features of 3 axes"):
+        layer(x[None])
+    with pytest.raises(cp.TensorError, match="input_ is a DTensor, and layers take"):
+        layer_of("column")(torch.distributed.tensor.distribute_tensor(x, mesh))
+
+
+def test_styles_of_parallelize_module_among_others(ranks: Ranks) -> None:
+    ranks.run(styled_as_dtensors)
+
+
+def styled_under_autocast(rank: int) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from counterpoint.parallel import ColwiseParallel, RowwiseParallel
+
+    torch.manual_seed(5)
+    mlp = torch.nn.Sequential(torch.nn.Linear(NARROW, WIDE), torch.nn.Linear(WIDE, NARROW))
+    x = drawn(TOKENS, NARROW, seed=20).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = mlp(x)
+        parallelize_module(mlp, init_device_mesh("cpu", (SIZE,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        found = mlp(x)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+    found.sum().backward()
+    assert {parameter.grad.dtype for parameter in mlp.parameters()} == {torch.float32}
+
+
+def test_styles_of_parallelize_module_follow_autocast(ranks: Ranks) -> None:
+    ranks.run(styled_under_autocast)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_styles_of_parallelize_module(ranks: Ranks, sequence_parallel: bool) -> None:
     ranks.run(styled, sequence_parallel)

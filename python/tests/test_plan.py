@@ -315,3 +315,18 @@ def test_queries_travel_where_everything_is_predicted_or_they_are_asked_to() -> 
     assert moved(dispatch="predicted", queries="never") == 0
     assert group.prefetch(mask, **shape, dispatch="predicted").result().summary().comm.query_tokens > 0
     group.close()
+
+
+def test_plans_made_ahead_are_as_deterministic_as_is_asked_when_they_are_taken() -> None:
+    torch = pytest.importorskip("torch")
+    group, arguments = cp.LocalGroup(2), {"heads": 2, "head_dim": 8, "dtype": "float32"}
+    before = group.plan(cp.Mask.full(64), **arguments)
+    group.prefetch(cp.Mask.causal(64), **arguments).result()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert group.plan(cp.Mask.causal(64), **arguments).deterministic
+        ahead = group.prefetch(cp.Mask.full(32), **arguments).result()
+        assert not before.on(cp.Mask.causal(64)).deterministic  # as the plan whose dispatch it has
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert group.plan(cp.Mask.full(32), **arguments) is not ahead

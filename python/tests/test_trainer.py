@@ -33,12 +33,23 @@ class Data(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """The same documents, from one on, with a column that no model takes."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+
+    def __iter__(self):
+        return ({**Data()[index], "text": "words"} for index in range(self.first, 24))
+
+
 class Trainer(TrainerMixin, transformers.Trainer):
     """What a user writes."""
 
 
 def packing(examples) -> dict[str, torch.Tensor]:
     """Documents one after the other, known by positions."""
+    assert all(set(example) == {"input_ids", "labels"} for example in examples)
     ids = [token for example in examples for token in example["input_ids"]]
     positions = [position for example in examples for position in range(len(example["input_ids"]))]
     return {name: torch.tensor([value]) for name, value in (("input_ids", ids), ("labels", ids), ("position_ids", positions))}
@@ -64,12 +75,14 @@ def arguments(folder: str, **changes):
     )
 
 
-def expected(replicas: int) -> tuple[dict[str, torch.Tensor], list[float], float]:
+def expected(replicas: int, *, streamed: bool = False) -> tuple[dict[str, torch.Tensor], list[float], float]:
     """Two steps by hand of all replicas' micro-batches, and the loss of evaluation."""
     model = made("llama")
     model.set_attn_implementation("eager")
     data, losses = Data(), []
     order = [iter(torch.utils.data.distributed.DistributedSampler(data, replicas, rank, seed=42)) for rank in range(replicas)]
+    if streamed:  # whole batches in turns
+        order = [iter([i for i in range(24) if i // 2 % replicas == rank]) for rank in range(replicas)]
     for _ in range(2):
         batches = [packing([data[next(one)] for _ in range(2)]) for one in order for _ in range(2)]
         for batch in batches:  # the first token of a document is predicted by nobody
@@ -86,22 +99,23 @@ def expected(replicas: int) -> tuple[dict[str, torch.Tensor], list[float], float
     evaluated = []
     with torch.no_grad():
         for first in range(0, 24, 2):
-            # Of two replicas, one has the even examples and the other the odd ones.
-            chosen = [first, first + 1] if replicas == 1 else [first // 4 * 4 + first // 2 % 2 + step for step in (0, 2)]
+            chosen = [first, first + 1]
+            if replicas == 2 and not streamed:  # one has the even examples and the other the odd ones
+                chosen = [first // 4 * 4 + first // 2 % 2 + step for step in (0, 2)]
             batch = packing([data[index] for index in chosen])
             batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)
             evaluated.append(model(**batch, use_cache=False).loss.item())
     return {name: p.detach().clone() for name, p in model.named_parameters()}, losses, sum(evaluated) / len(evaluated)
 
 
-def trained(folder: str, group, wanted: dict[str, torch.Tensor], losses: list[float], evaluated: float) -> None:
+def trained(folder: str, group, data, wanted: dict[str, torch.Tensor], losses: list[float], evaluated: float) -> None:
     model = made("llama")
     model.set_attn_implementation("counterpoint")
     trainer = Trainer(
         model=model,
         args=arguments(folder),
-        train_dataset=Data(),
-        eval_dataset=Data(),
+        train_dataset=data,
+        eval_dataset=data,
         data_collator=packing,
         cp_group=group,
         plan={"chunk": 4},
@@ -116,22 +130,42 @@ def trained(folder: str, group, wanted: dict[str, torch.Tensor], losses: list[fl
 
 
 def test_a_trainer_of_one_process(tmp_path) -> None:
-    trained(str(tmp_path), cp.LocalGroup(2), *expected(1))
+    trained(str(tmp_path), cp.LocalGroup(2), Data(), *expected(1))
 
 
-def on_ranks(rank: int, folder: str, cp_size: int, answer) -> None:
+def test_a_trainer_of_an_iterable_dataset(tmp_path) -> None:
+    trained(str(tmp_path), cp.LocalGroup(2), Stream(), *expected(1, streamed=True))
+
+
+def on_ranks(rank: int, folder: str, cp_size: int, data, answer) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "1"
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // cp_size, cp_size), mesh_dim_names=("dp", "cp"))
-    trained(folder, mesh["cp"], *answer)
+    trained(folder, mesh["cp"], data, *answer)
 
 
-@pytest.mark.parametrize(("world", "cp_size"), [(4, 2), (2, 2)])
-def test_a_trainer_on_ranks(tmp_path, world: int, cp_size: int) -> None:
-    answer = expected(world // cp_size)
+@pytest.mark.parametrize(("world", "cp_size", "data"), [(4, 2, Data()), (2, 2, Data()), (4, 2, Stream())])
+def test_a_trainer_on_ranks(tmp_path, world: int, cp_size: int, data) -> None:
+    answer = expected(world // cp_size, streamed=isinstance(data, Stream))
     # Of their own: accelerate keeps state in a process.
     with Ranks(world) as ranks:
-        ranks.run(on_ranks, str(tmp_path), cp_size, answer)
+        ranks.run(on_ranks, str(tmp_path), cp_size, data, answer)
+
+
+def on_ranks_that_read_differently(rank: int, folder: str) -> str:
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    model = made("llama")
+    model.set_attn_implementation("counterpoint")
+    given = {"model": model, "args": arguments(folder), "data_collator": packing, "cp_group": dist.group.WORLD}
+    with pytest.raises(cp.PlanError) as refused:
+        Trainer(**given, train_dataset=Stream(rank)).train()
+    return str(refused.value)
+
+
+def test_ranks_of_a_group_that_read_different_batches_are_named(tmp_path) -> None:
+    with Ranks(2) as ranks:
+        for sentence in ranks.run(on_ranks_that_read_differently, str(tmp_path)):
+            assert "ranks [0, 1] are of one cp_group and have read different batches" in sentence
 
 
 @pytest.mark.parametrize(
@@ -153,17 +187,10 @@ def test_refusals(tmp_path, changes, attention: str, sentence: str) -> None:
         )
 
 
-def test_datasets_that_are_refused(tmp_path) -> None:
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(Data())
-
+def test_training_needs_a_dataset(tmp_path) -> None:
     model = made("llama")
     model.set_attn_implementation("counterpoint")
-    trainer = Trainer(model=model, args=arguments(str(tmp_path)), train_dataset=Stream(), data_collator=packing)
-    with pytest.raises(NotImplementedError, match="the dataset is iterable"):
-        trainer.get_train_dataloader()
-    trainer.train_dataset = None
+    trainer = Trainer(model=model, args=arguments(str(tmp_path)), data_collator=packing)
     with pytest.raises(ValueError, match="training needs a train_dataset"):
         trainer.get_train_dataloader()
 

@@ -52,32 +52,44 @@ fn lines() -> Vec<(&'static str, String, &'static str)> {
     };
     let megatron = Figures::of(&layers, "ratio", megatron, &[]);
     vec![
-        ("deterministic backward over the other mode", deterministic().range(), "012-backward-deterministic"),
-        ("portable kernels over PyTorch's flash backend", portable.range(), "021-portable-backward"),
         (
-            "two H200s, 8k tokens each: a GPU over what the slower one does alone",
+            "speed of the deterministic backward over the default one",
+            deterministic().range(),
+            "012-backward-deterministic",
+        ),
+        ("speed of portable kernels over PyTorch's flash backend", portable.range(), "021-portable-backward"),
+        (
+            "two H200s, 8k tokens each: speed of a GPU over the slower one alone (1: linear scaling)",
             both("2026-11-23-h200-x2-peers/bench-cp-8k.txt", "2"),
             "074-distributed-standing",
         ),
-        ("the same over Ulysses with cuDNN, dense masks", ulysses.range(), "074-distributed-standing"),
         (
-            "four H200s, a GPU over one",
+            "two H200s, dense masks: speed over Ulysses with cuDNN",
+            ulysses.range(),
+            "074-distributed-standing",
+        ),
+        (
+            "four H200s, 8k tokens each: speed of a GPU over one alone",
             both("2026-11-22-h200-x4-evening/bench-cp.txt", "4"),
             "072-four-gpu-forwards",
         ),
         (
-            "fused GEMM + collective over cuBLASLt then NCCL, four H200s, from 2,048 rows on",
+            "fused GEMM + collective, four H200s, 2,048 rows and more: speed over cuBLASLt, then NCCL",
             fused.range(),
             "052-fused-limits",
         ),
         (
-            "the same over PyTorch's fused operators, two H200s, geometric mean",
+            "fused GEMM + collective, two H200s: speed over PyTorch's fused operators, geometric mean",
             format!("reduce-scatter {:.2}, all-gather {:.2}", operators[0], operators[1]),
             "052-fused-limits",
         ),
         (
             "column-parallel backward, 8192 tokens, two H200s",
-            format!("{} of it hidden; Megatron's way takes {} of the time", hidden.range(), megatron.range()),
+            format!(
+                "{} of what can be hidden is; Megatron-LM's schedule takes {} of the time",
+                hidden.range(),
+                megatron.range()
+            ),
             "060-column-backward",
         ),
     ]

@@ -12,6 +12,17 @@ use crate::root;
 const MASKS: [&str; 7] =
     ["full", "causal", "varlen_full", "varlen_causal", "sw_causal", "block_causal", "varlen_block_causal"];
 
+/// Whether a name of the results is a peer's.
+type IsVariant = fn(&str) -> bool;
+
+/// Peers of attention, and their names in the results.
+const PEERS: [(&str, IsVariant); 3] = [
+    ("attention, cuDNN (full and causal masks)", |name| name == "cudnn"),
+    ("attention, MagiAttention's FFA, its best variant of each row", |name| name == "ffa"),
+    ("attention, cudnn.flex_attention", |name| name.starts_with("flex")),
+];
+const FROM_PYTHON: &str = "`flex_flash_attn_func` from Python, MagiAttention's own, tuned";
+
 /// The blocks of README.md and of docs/performance.md.
 pub(crate) fn blocks() -> [String; 2] {
     let h200 = Results::read("attention_peers_h200_2026-11-28.jsonl");
@@ -20,7 +31,42 @@ pub(crate) fn blocks() -> [String; 2] {
     let gemm = Results::read("gemm_cublaslt_2026-11-23.jsonl");
     let ratios = ratios([&h200, &h100], &face, &gemm);
     let page = format!("{ratios}\n{}\n{}", rows(&h200), rows(&h100));
-    [ratios, page]
+    [summary(&h200, &face, &gemm), page]
+}
+
+/// What README.md shows: a line for each peer on one GPU.
+fn summary(attention: &Results, face: &Results, gemm: &Results) -> String {
+    let mut table =
+        String::from("| speed of ours over | cases | forward | backward | run |\n|---|---|---|---|---|\n");
+    let mut line = |what: &str, results: &Results, forward: &[f64], backward: &str| {
+        let (cases, forward, file) = (forward.len(), cell(forward), results.name);
+        writeln!(table, "| {what} | {cases} | {forward} | {backward} | `{file}` |").unwrap();
+    };
+    for (what, is_variant) in PEERS {
+        let [forward, backward] =
+            ["forward", "backward"].map(|pass| attention.ratios(Some(pass), is_variant));
+        line(what, attention, &forward, &cell(&backward));
+    }
+    let [forward, both] =
+        ["forward", "both"].map(|pass| face.ratios(Some(pass), |name| name.starts_with("magi")));
+    line(FROM_PYTHON, face, &forward, &format!("{}, with its forward", cell(&both)));
+    line("GEMM, cuBLASLt", gemm, &gemm.ratios(None, |name| name == "cublaslt"), "-");
+    let dtype = attention.about["dtype"].as_str().unwrap();
+    let (lengths, gpu) = (attention.lengths(), attention.gpu());
+    assert!([face, gemm].iter().all(|results| results.gpu() == gpu), "README.md is about one GPU");
+    writeln!(
+        table,
+        "\nOne {gpu}, {dtype}: the geometric mean of all cases, in brackets the worst. Attention: head_dim 128, {lengths}, 16:16 and \
+         64:8 heads. Variants ran interleaved, and every result was checked."
+    )
+    .unwrap();
+    table
+}
+
+/// A geometric mean, in brackets the worst case.
+fn cell(ratios: &[f64]) -> String {
+    let (mean, worst) = mean_and_worst(ratios);
+    format!("{mean:.2} ({worst:.2})")
 }
 
 /// One file of results: what it is, then a line for each case.
@@ -67,21 +113,14 @@ fn least(row: &Value, is_variant: impl Fn(&str) -> bool) -> Option<f64> {
 
 /// The speed of ours over every peer's: geometric mean and worst case.
 fn ratios(attention: [&Results; 2], face: &Results, gemm: &Results) -> String {
-    type IsVariant = fn(&str) -> bool;
-    let peers: [(&str, IsVariant); 3] = [
-        ("attention, cuDNN (full and causal masks)", |name| name == "cudnn"),
-        ("attention, MagiAttention's FFA, its best variant of each row", |name| name == "ffa"),
-        ("attention, cudnn.flex_attention", |name| name.starts_with("flex")),
-    ];
     let of_attention = attention.into_iter().flat_map(|results| {
         let passes =
-            peers.into_iter().flat_map(|peer| ["forward", "backward"].map(|pass| (peer, Some(pass))));
+            PEERS.into_iter().flat_map(|peer| ["forward", "backward"].map(|pass| (peer, Some(pass))));
         passes.map(move |((what, is_variant), pass)| (what, results, pass, is_variant))
     });
-    let from_python = "`flex_flash_attn_func` from Python, MagiAttention's own, tuned";
     let others: [(&str, &Results, Option<&str>, IsVariant); 3] = [
-        (from_python, face, Some("forward"), |name| name.starts_with("magi")),
-        (from_python, face, Some("both"), |name| name.starts_with("magi")),
+        (FROM_PYTHON, face, Some("forward"), |name| name.starts_with("magi")),
+        (FROM_PYTHON, face, Some("both"), |name| name.starts_with("magi")),
         ("GEMM, cuBLASLt", gemm, None, |name| name == "cublaslt"),
     ];
     let mut table = String::from(

@@ -15,7 +15,7 @@ use crate::hosted_cost::HostedCost;
 use crate::hosts::over_nodes;
 use crate::owners::{dispatch, dispatch_keys, dispatch_queries};
 use crate::pass_stages::PassStages;
-use crate::planner::{may_host, owners_of, plan_hosting_within, plan_mask_within, plan_stages_within};
+use crate::planner::{check, may_host, owners_of, plan_hosting_within, plan_mask_within, plan_stages_within};
 use crate::policies::{PolicyChoice, policies_of};
 use crate::prediction::Trial;
 use crate::remembered::{KnownSeconds, RememberedCost};
@@ -101,7 +101,7 @@ pub fn plan_attention(
         let planned = over_nodes(planned, spec, &modelled);
         return Ok((planned, DispatchChoice { candidates: Vec::new(), chosen: DISPATCHES[0] }));
     }
-    config.validate_for(mask)?;
+    check(mask, spec, config)?;
     let compared = PlanConfig { stages: PassStages::AUTO, cost: model.cost, ..*config };
     let attempt = |candidate: usize| -> Result<Tried, ChooseError> {
         let planned = plan(&PlanConfig { dispatch: DISPATCHES[candidate], ..compared })?;
@@ -165,7 +165,7 @@ fn where_queries_travel(
     let (kept, choice) = plan_attention(mask, spec, &never, model, available, planning)?;
     let compared =
         PlanConfig { stages: PassStages::AUTO, cost: model.cost, dispatch: choice.chosen, ..*config };
-    let owners = owners_of(&kept, mask, &compared)?;
+    let owners = owners_of(&kept, mask, spec, &compared)?;
     // Most masks have no such rows, which is soon seen.
     if !may_host(&kept, &owners, mask, spec, &compared, LEAST_GAIN_OF_HOSTS) {
         return Ok((kept, choice));

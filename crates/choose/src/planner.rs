@@ -18,7 +18,7 @@ use crate::stages;
 /// so that token `i`'s query and key live on the same rank. Where they do not, as [`plan_cross_attention`].
 ///
 /// # Errors
-/// A `config` that does not make sense for `mask`; see [`PlanConfig::validate_for`].
+/// A `config` that does not make sense for `mask`; see [`PlanConfig::validate_for`]. [`PlanError::Bytes`] for a `spec` whose tensors are too large.
 pub fn plan_mask(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Plan, ChooseError> {
     let planning = &Planning::ALONE;
     Ok(outline(mask, spec, config, planning)?.0.into_plan(planning)?)
@@ -64,7 +64,7 @@ pub fn plan_mask_on(
     config: &PlanConfig,
     planning: &Planning<'_>,
 ) -> Result<Plan, ChooseError> {
-    let owners = owners_of(base, mask, config)?;
+    let owners = owners_of(base, mask, spec, config)?;
     let (division, _) = hosts::choose(mask, spec, config, planning, owners.clone(), |_| Ok(owners.clone()))?;
     Ok(stages::outline(division, spec, config, planning)?.into_plan(planning)?)
 }
@@ -82,7 +82,7 @@ pub fn plan_stages_within(
     available: u64,
     planning: &Planning<'_>,
 ) -> Result<Plan, ChooseError> {
-    let mut division = Division::new(mask, owners_of(base, mask, config)?);
+    let mut division = Division::new(mask, owners_of(base, mask, spec, config)?);
     let hosted: Vec<&HostedWork> = base.ranks.iter().filter_map(|rank| rank.hosted.as_ref()).collect();
     if base.ranks.iter().any(RankPlan::is_hosted_in_part) {
         division = division.with_hosts(&hosted.iter().map(|work| work.hosted_rows()).collect::<Vec<_>>());
@@ -165,7 +165,7 @@ fn divide(
     planning: &Planning<'_>,
     owners: Option<Owners>,
 ) -> Result<(Division, Option<UnweighedOffload>), ChooseError> {
-    config.validate_for(mask)?;
+    check(mask, spec, config)?;
     if mask.seqlen_q() != mask.seqlen_k() {
         return divide_cross_attention(mask, spec, config, planning, owners);
     }
@@ -193,7 +193,7 @@ fn divide_cross_attention(
     planning: &Planning<'_>,
     owners: Option<Owners>,
 ) -> Result<(Division, Option<UnweighedOffload>), ChooseError> {
-    config.validate_for(mask)?;
+    check(mask, spec, config)?;
     let [chunk_size_q, chunk_size_k] =
         [mask.seqlen_q(), mask.seqlen_k()].map(|seqlen| config.chunk_size_for(seqlen));
     let dispatch_with = |offloaded: &[Range]| {
@@ -211,9 +211,25 @@ fn divide_cross_attention(
     Ok(hosts::choose(mask, spec, config, planning, owners, dispatch_with)?)
 }
 
+/// Refuses what cannot be planned.
+pub(crate) fn check(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<(), ChooseError> {
+    config.validate_for(mask)?;
+    check_bytes(mask, spec, config)
+}
+
+fn check_bytes(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<(), ChooseError> {
+    Ok(spec.check_bytes([mask.seqlen_q(), mask.seqlen_k()], config.topology.world_size)?)
+}
+
 /// The owners of `base`, where they fit `mask` and `config`.
-pub(crate) fn owners_of(base: &Plan, mask: &Mask, config: &PlanConfig) -> Result<Owners, ChooseError> {
+pub(crate) fn owners_of(
+    base: &Plan,
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+) -> Result<Owners, ChooseError> {
     config.validate()?;
+    check_bytes(mask, spec, config)?;
     let [q_dispatch, k_dispatch] = [&base.q_dispatch, &base.k_dispatch];
     for (axis, mask_len, plan_len) in
         [("q", mask.seqlen_q(), q_dispatch.seqlen()), ("k", mask.seqlen_k(), k_dispatch.seqlen())]

@@ -171,6 +171,7 @@ impl StepSpec {
             return Err(StepError::Replicas { ranks: world, tp_size, cp_size });
         }
         self.model.check_tensor_parallel(tp_size)?;
+        self.model.check_bytes(world)?;
         let tokens = self.mask.seqlen_q().div_ceil(cp_size);
         let near = Topology { world_size: tp_size, ranks_per_node: topology.ranks_per_node.min(tp_size) };
         let mut parts = Vec::new();
@@ -244,7 +245,7 @@ impl StepSpec {
             added(GemmCollective::ReduceScatter, backward, gradients)
                 + added(GemmCollective::AllGather, forward, gathered)
         };
-        let passes = (layers * self.microbatches) as f64;
+        let passes = layers as f64 * self.microbatches as f64;
         let tokens = self.mask.seqlen_q() as f64 / ranks.cp_size as f64;
         let attention = self.model.attention(ranks.tp_size, self.dtype);
         let area = self.mask.area();

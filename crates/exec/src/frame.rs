@@ -55,9 +55,14 @@ pub(crate) fn frame_head(header: &impl Serialize, payload_bytes: u64) -> io::Res
 /// cannot hold.
 pub(crate) fn read_frame<H: DeserializeOwned>(stream: &mut impl Read) -> io::Result<Option<(H, Vec<u8>)>> {
     let mut head = [0; 12];
-    match stream.read(&mut head[..1])? {
-        0 => return Ok(None),
-        _ => stream.read_exact(&mut head[1..])?,
+    loop {
+        match stream.read(&mut head[..1]) {
+            Ok(0) => return Ok(None),
+            Ok(_) => break stream.read_exact(&mut head[1..])?,
+            // A signal of the program's, whose handler ran on this thread.
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
     }
     let [h0, h1, h2, h3, payload @ ..] = head;
     let header_bytes = u32::from_le_bytes([h0, h1, h2, h3]);
@@ -102,6 +107,26 @@ mod tests {
         assert_eq!(next(), Some((("a".to_owned(), 7), b"xyz".to_vec())));
         assert_eq!(next(), Some((("b".to_owned(), u64::MAX), Vec::new())));
         assert_eq!(next(), None);
+    }
+
+    /// Python's handlers of signals interrupt the calls of the thread that they happen to run on.
+    #[test]
+    fn a_signal_is_no_end_of_a_stream() {
+        /// Every read but the second of two is interrupted.
+        struct Interrupted<'a>(&'a [u8], bool);
+
+        impl Read for Interrupted<'_> {
+            fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+                self.1 = !self.1;
+                if self.1 { Err(ErrorKind::Interrupted.into()) } else { self.0.read(bytes) }
+            }
+        }
+
+        let mut bytes = Vec::new();
+        write_frame(&mut bytes, &7u64, &[b"xy"]).unwrap();
+        let mut stream = Interrupted(&bytes, false);
+        assert_eq!(read_frame::<u64>(&mut stream).unwrap(), Some((7, b"xy".to_vec())));
+        assert_eq!(read_frame::<u64>(&mut stream).unwrap(), None);
     }
 
     #[test]

@@ -1,11 +1,16 @@
 //! Another program, run to its end.
 
-use std::io::{self, Read};
+use std::io::{self, ErrorKind, Read};
 use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use thiserror::Error;
+
+/// What a program that has ended leaves in a pipe is read within this. Longer than that the pipe is open where a process of the program's own
+/// outlives it and has it too: that one is not waited for.
+const LEFT_OPEN: Duration = Duration::from_secs(1);
 
 /// Why another program gave no answer.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -47,6 +52,7 @@ impl ChildError {
 /// # Errors
 /// When it cannot be started, does not end in time, or ends with a status of failure.
 pub fn output_of(command: &mut Command, limit: Duration) -> Result<Vec<u8>, ChildError> {
+    let began = Instant::now();
     let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -60,8 +66,8 @@ pub fn output_of(command: &mut Command, limit: Duration) -> Result<Vec<u8>, Chil
         let _ = child.wait();
         return Err(ChildError::NoThread);
     };
-    let status = wait(&mut child, limit)?;
-    let (stdout, stderr) = (stdout.join().unwrap_or_default(), stderr.join().unwrap_or_default());
+    let status = wait(&mut child, began, limit)?;
+    let [stdout, stderr] = [stdout, stderr].map(|pipe| read_by_now(&pipe, began, limit));
     if status.success() {
         return Ok(stdout);
     }
@@ -69,13 +75,12 @@ pub fn output_of(command: &mut Command, limit: Duration) -> Result<Vec<u8>, Chil
     Err(ChildError::Failed { status, words: words.trim().lines().next_back().map(str::to_owned) })
 }
 
-fn wait(child: &mut std::process::Child, limit: Duration) -> Result<ExitStatus, ChildError> {
-    let start = Instant::now();
+fn wait(child: &mut std::process::Child, began: Instant, limit: Duration) -> Result<ExitStatus, ChildError> {
     let mut pause = Duration::from_micros(500);
     loop {
         match child.try_wait() {
             Ok(Some(status)) => return Ok(status),
-            Ok(None) if start.elapsed() < limit => thread::sleep(pause),
+            Ok(None) if began.elapsed() < limit => thread::sleep(pause),
             Ok(None) => {
                 let _ = child.kill();
                 let _ = child.wait();
@@ -87,13 +92,34 @@ fn wait(child: &mut std::process::Child, limit: Duration) -> Result<ExitStatus, 
     }
 }
 
-fn read(pipe: Option<impl Read + Send + 'static>) -> io::Result<thread::JoinHandle<Vec<u8>>> {
+/// Has a thread read a pipe to its end, piece by piece.
+fn read(pipe: Option<impl Read + Send + 'static>) -> io::Result<Receiver<Vec<u8>>> {
+    let (send, pieces) = mpsc::channel();
     thread::Builder::new().name("pipe".to_owned()).spawn(move || {
-        let mut bytes = Vec::new();
-        // What was read before an error is what there is.
-        let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
-        bytes
-    })
+        let Some(mut pipe) = pipe else { return };
+        let mut piece = vec![0; 1 << 16];
+        loop {
+            match pipe.read(&mut piece) {
+                Ok(read) if read > 0 && send.send(piece[..read].to_vec()).is_ok() => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // What was read before an error is what there is.
+                _ => return,
+            }
+        }
+    })?;
+    Ok(pieces)
+}
+
+/// What has come of a pipe whose program has ended.
+fn read_by_now(pieces: &Receiver<Vec<u8>>, began: Instant, limit: Duration) -> Vec<u8> {
+    let (ended, left) = (Instant::now(), limit.saturating_sub(began.elapsed()).max(LEFT_OPEN));
+    let mut bytes = Vec::new();
+    while ended.elapsed() < left
+        && let Ok(piece) = pieces.recv_timeout(LEFT_OPEN)
+    {
+        bytes.extend_from_slice(&piece);
+    }
+    bytes
 }
 
 #[cfg(test)]
@@ -102,6 +128,17 @@ mod tests {
 
     fn shell(script: &str, limit: Duration) -> Result<Vec<u8>, ChildError> {
         output_of(Command::new("sh").args(["-c", script]), limit)
+    }
+
+    /// A wrapper that starts something in the background leaves it the pipes.
+    #[test]
+    fn a_process_that_outlives_the_program_is_not_waited_for() {
+        let began = Instant::now();
+        assert_eq!(shell("sleep 30 & echo yes", Duration::from_secs(60)).unwrap(), b"yes\n");
+        let failed =
+            shell("sleep 30 & echo no >&2; exit 3", Duration::from_secs(60)).unwrap_err().to_string();
+        assert!(failed.ends_with(": no"), "{failed}");
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     }
 
     #[test]

@@ -67,11 +67,11 @@ impl FileLock {
                     let _ = file.set_len(0).and_then(|()| write!(file, "process {}", std::process::id()));
                     return Ok(Self { path, _file: Some(file) });
                 }
-                // Its holder has removed it.
-                Ok(()) => {}
-                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
+                // Its holder has removed it, or the file system numbers a file otherwise each time that it is asked.
+                Ok(()) | Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
                     return Err(LockError::Held { holder: holder(&mut file), path, limit });
                 }
+                Ok(()) => {}
                 Err(TryLockError::WouldBlock) => thread::sleep(LOOK),
                 Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => {
                     return Ok(Self { path, _file: None });

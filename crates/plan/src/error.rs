@@ -100,6 +100,16 @@ pub enum PlanError {
         /// What it must be.
         wanted: LinearBound,
     },
+    /// Tensors of which nobody could count the bytes that travel.
+    #[error(
+        "the tensors of {ranks} ranks together may have more than {most} bytes, which cannot be planned; make them smaller"
+    )]
+    Bytes {
+        /// Number of ranks.
+        ranks: usize,
+        /// Bytes at most.
+        most: u64,
+    },
     /// All ranks' pieces would take more memory than there is.
     #[error(
         "the pieces of {ranks} ranks take about {needed} bytes, but only {available} are available; plan fewer ranks, larger chunks, \

@@ -7,6 +7,7 @@
 
 mod bounds;
 mod byte_format;
+mod bytes;
 mod cache;
 mod dispatch;
 mod division;

@@ -65,7 +65,8 @@ impl LinearPlan {
     /// Splits a layer over `tp_size` ranks.
     ///
     /// # Errors
-    /// [`PlanError::Linear`] when there are no ranks, an axis is empty, or the split features are no multiple of the ranks.
+    /// [`PlanError::Linear`] when there are no ranks, an axis is empty, or the split features are no multiple of the ranks;
+    /// [`PlanError::Bytes`] when the layer is too large.
     pub fn new(spec: LinearSpec, tp_size: usize, groups: WaveGroups) -> Result<Self, PlanError> {
         let error = |field, value, wanted| Err(PlanError::Linear { field, value, wanted });
         if tp_size == 0 {
@@ -87,6 +88,7 @@ impl LinearPlan {
         if !split.is_multiple_of(tp_size) {
             return error(field, split, LinearBound::MultipleOfRanks { ranks: tp_size });
         }
+        spec.check_bytes(tp_size)?;
         let mut plan = Self { spec, tp_size, groups: Vec::new(), columns: Vec::new() };
         let rows = plan.tokens_of(0).len();
         let columns = spec.travelling_columns();

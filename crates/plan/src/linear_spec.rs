@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::DType;
+use crate::{DType, PlanError, bytes};
 
 /// Which axis of the weight `[out_features, in_features]` is split over the ranks (Megatron-LM, section 3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -96,6 +96,17 @@ impl LinearSpec {
     pub fn size(&self) -> LinearSize {
         let Self { tokens, in_features, out_features, .. } = *self;
         LinearSize { tokens, in_features, out_features }
+    }
+
+    /// Checks that what travels of it can be counted, on so many ranks.
+    ///
+    /// # Errors
+    /// [`PlanError::Bytes`].
+    pub fn check_bytes(&self, tp_size: usize) -> Result<(), PlanError> {
+        let [tokens, inputs, outputs] =
+            [self.tokens, self.in_features, self.out_features].map(|size| size as f64);
+        let elements = [[tokens, inputs], [tokens, outputs], [inputs, outputs]];
+        bytes::check(tp_size, elements, 2 * self.dtype.accumulator().size())
     }
 
     /// A rank's product of so many rows in the forward.

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::{PlanError, bytes};
+
 /// Element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -125,6 +127,23 @@ impl AttentionSpec {
             max_logits: false,
             dlse: false,
         }
+    }
+
+    /// Checks that what travels of so many rows of queries and of keys can be counted, on so many ranks.
+    ///
+    /// # Errors
+    /// [`PlanError::Bytes`].
+    pub fn check_bytes(&self, [rows_q, rows_k]: [usize; 2], ranks: usize) -> Result<(), PlanError> {
+        // Of both passes: a row of queries once in each tensor's type and once, of keys twice, in the accumulator's.
+        const TIMES: usize = 3;
+        let dims = self.head_dim as f64 + self.head_dim_v as f64 + 1.0;
+        let tensor = |rows: usize, heads: usize| [rows as f64, heads as f64, dims];
+        let elements = [
+            tensor(rows_q, self.heads_q),
+            tensor(rows_k, self.heads_kv),
+            tensor(self.seqlen_sink, self.heads_q),
+        ];
+        bytes::check(ranks, elements, TIMES * self.dtype.accumulator().size())
     }
 
     /// Bytes of one key row and one value row together.

@@ -2,7 +2,9 @@
 
 use serde::Serialize;
 
-use crate::{Activations, AttentionSpec, DType, LinearBound, LinearField, LinearKind, LinearSpec, PlanError};
+use crate::{
+    Activations, AttentionSpec, DType, LinearBound, LinearField, LinearKind, LinearSpec, PlanError, bytes,
+};
 
 /// The sizes of a decoder of equal layers: attention and a feed-forward block, each behind a norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -72,6 +74,18 @@ impl TransformerSpec {
         }
         let wanted = LinearBound::DividesHeads { heads_q: self.heads_q };
         Err(PlanError::Linear { field: LinearField::TpSize, value: tp_size, wanted })
+    }
+
+    /// Checks that the bytes of all layers can be counted, on so many ranks.
+    ///
+    /// # Errors
+    /// [`PlanError::Bytes`].
+    pub fn check_bytes(&self, ranks: usize) -> Result<(), PlanError> {
+        let [layers, hidden, heads_q, heads_kv, head_dim, feed_forward] =
+            [self.layers, self.hidden, self.heads_q, self.heads_kv, self.head_dim, self.feed_forward]
+                .map(|size| size as f64);
+        let widths = 2.0 * (heads_q + heads_kv) * head_dim + 3.0 * feed_forward;
+        bytes::check(ranks, [[layers, hidden, widths]], DType::F64.size())
     }
 
     /// The four linear layers of a layer, in the order of the forward, over so many tokens.

@@ -84,7 +84,7 @@ impl Calls {
     }
 
     fn run(&self, py: Python<'_>, call: PassCall) -> PyResult<Option<Timeline>> {
-        let ranks = self.ranks.get().engine(py)?;
+        let ranks = self.ranks.get().engine_to_call(py)?;
         let passes = self.passes.clone();
         // Goes last, with Python's lock.
         let _kept = call.keeper.clone();
@@ -230,7 +230,7 @@ impl Calls {
         executable: usize,
         stream: u64,
     ) -> PyResult<usize> {
-        let ranks = self.ranks.get().engine(py)?;
+        let ranks = self.ranks.get().engine_to_call(py)?;
         let (Some(new), Some(old)) = (self.passes.clone(), old.passes.clone()) else { return Ok(0) };
         engine(py, move || {
             ranks.poll()?;

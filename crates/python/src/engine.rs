@@ -3,6 +3,7 @@
 mod callers;
 mod linear_calls;
 mod row_calls;
+mod turns;
 
 use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,6 +18,7 @@ use counterpoint_schedule::Timeline;
 use pyo3::pybacked::PyBackedBytes;
 
 use callers::{CallerStream, CallerStreams, Callers};
+use turns::Turns;
 
 use crate::borrow::{Borrowed, InPlace};
 use crate::capture::Captures;
@@ -69,6 +71,8 @@ pub(crate) trait Engine: Send + Sync {
     fn overlap_calls(&self);
     /// Has calls and what a stream of another library is given follow each other from now on; false where there are no streams.
     fn order_with(&self, stream: u64) -> bool;
+    /// Whether this thread is inside of a call: what it calls then, a handler of a signal say, would wait for ever.
+    fn is_called_here(&self) -> bool;
     /// The first error, as far as it is known here.
     fn poll(&self) -> Result<(), ExecError>;
     /// Ends the group for all ranks.
@@ -102,8 +106,7 @@ where
     layers: Layers<M>,
     experts: Experts<M>,
     rows: KeptRows<M>,
-    /// Ranks that wait for each other must be called in one order.
-    calling: Mutex<()>,
+    calling: Turns,
     /// What a call that failed half-way may still use.
     kept: Mutex<Vec<MemoryKeeper>>,
     /// What graphs of the caller replay.
@@ -306,7 +309,7 @@ where
         }
         let tensors = joined.split(&self.content, &call)?;
         let called = {
-            let _one = lock(&joined.calling);
+            let _one = joined.calling.take();
             let enqueue = || self.enqueue(call.direction, &tensors, streams.as_deref());
             let tickets = match (streams.as_deref(), joined.group.ranks()) {
                 (Some([stream, ..]), [rank, ..]) if captures => {
@@ -332,7 +335,7 @@ where
         // Memory of what is replaced waits for what is on it.
         let _ = joined.callers(stream);
         let [rank] = joined.group.ranks() else { return Ok(0) };
-        let _one = lock(&joined.calling);
+        let _one = joined.calling.take();
         let replaced = Replaced { graph, from, to: self.clone() };
         let operations = |direction| self.operations(direction);
         joined.captured.update(rank.backend(), replaced, operations, |call, stream| {
@@ -369,7 +372,7 @@ where
             Direction::Forward => content.forward_program(rank),
             Direction::Backward => content.backward_program(rank),
         };
-        let _one = lock(&joined.calling);
+        let _one = joined.calling.take();
         let mut ranks = joined.group.prepare(lower, None)?;
         for (rank, buffers) in ranks.iter_mut().zip(tensors) {
             rank.set_timing(RunTimes::Operations);
@@ -442,6 +445,10 @@ where
         true
     }
 
+    fn is_called_here(&self) -> bool {
+        self.calling.are_taken_here()
+    }
+
     fn poll(&self) -> Result<(), ExecError> {
         self.group.poll()
     }
@@ -451,7 +458,7 @@ where
     }
 
     fn close(&self) -> Result<(), ExecError> {
-        let _one = lock(&self.calling);
+        let _one = self.calling.take();
         let closed = self.group.close();
         self.captured.let_go();
         self.layers.let_go();

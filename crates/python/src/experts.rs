@@ -8,11 +8,11 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::{ExpertCapacity, ExpertKind, ExpertSpec, Routing};
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::borrow::{Borrowed, InPlace, dtype_of};
 use crate::kept::Kept;
+use crate::linear::policy_of;
 use crate::routing::rows_of_ranks;
 
 /// A layer, whatever its routing.
@@ -43,10 +43,7 @@ impl<'py> FromPyObject<'_, 'py> for ExpertFields {
             None if gradient == "written" => WeightGradient::Written,
             None => WeightGradient::Frozen,
         };
-        let policy = match overlap.as_str() {
-            "auto" => None,
-            text => Some(text.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?),
-        };
+        let policy = policy_of(object.py(), &overlap)?;
         let spec = ExpertSpec { kind, in_features, out_features, dtype: dtype_of(&dtype)? };
         Ok(Self { spec, experts, gradient, policy, capacity })
     }

@@ -14,6 +14,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::borrow::{Borrowed, InPlace, dtype_of, name_of};
+use crate::error::raise;
 use crate::kept::Kept;
 
 /// A layer as modules share it: all that its Programs depend on.
@@ -65,11 +66,16 @@ impl<'py> FromPyObject<'_, 'py> for LayerKey {
             None if gradient == "written" => LayerGradient::Written,
             None => LayerGradient::Frozen,
         };
-        let policy = match overlap.as_str() {
-            "auto" => None,
-            text => Some(text.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?),
-        };
+        let policy = policy_of(object.py(), &overlap)?;
         Ok(Self { spec, shared, gradient, policy, most_tokens })
+    }
+}
+
+/// The overlap policy that a layer names; `None` for the best.
+pub(crate) fn policy_of(py: Python<'_>, overlap: &str) -> PyResult<Option<OverlapPolicy>> {
+    match overlap {
+        "auto" => Ok(None),
+        text => text.parse().map(Some).map_err(|error| raise(py, "PolicyError", &format!("{error}"), &[])),
     }
 }
 

@@ -376,8 +376,17 @@ impl Mask {
 
     /// A picture of characters.
     #[pyo3(signature = (width=64, height=32))]
-    fn picture(&self, width: usize, height: usize) -> String {
-        self.native.picture(width.max(1), height.max(1), PictureStyle::Blocks)
+    fn picture(&self, py: Python<'_>, width: usize, height: usize) -> PyResult<String> {
+        const MOST: u64 = 1 << 24;
+        // No part is smaller than a token.
+        let [width, height] = [width.clamp(1, self.seqlen_k()), height.clamp(1, self.seqlen_q())];
+        if width as u64 * height as u64 > MOST {
+            return refuse(
+                py,
+                format!("a picture of {width} x {height} characters is too large; at most {MOST} are drawn"),
+            );
+        }
+        engine::<_, MaskError>(py, || Ok(self.native.picture(width, height, PictureStyle::Blocks)))
     }
 
     /// A drawing as SVG text.
@@ -402,7 +411,7 @@ impl Mask {
         let _ = (include, exclude);
         let bundle = PyDict::new(py);
         bundle.set_item("text/html", self._repr_html_())?;
-        bundle.set_item("text/plain", format!("{}\n{}", self.__repr__(), self.picture(64, 32)))?;
+        bundle.set_item("text/plain", format!("{}\n{}", self.__repr__(), self.picture(py, 64, 32)?))?;
         Ok(bundle)
     }
 

@@ -1,5 +1,7 @@
 //! The ranks of a group that are in this process, and what they do together.
 
+mod engine;
+
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -303,7 +305,7 @@ impl Ranks {
         stream: u64,
         tensors: Vec<(String, Borrowed)>,
     ) -> PyResult<()> {
-        let ranks = self.engine(py)?;
+        let ranks = self.engine_to_call(py)?;
         let call = LinearCall { key: layer, call: named_call(call), stream, tensors };
         engine(py, || ranks.linear().call(&call))
     }
@@ -339,7 +341,7 @@ impl Ranks {
         stream: u64,
         tensors: Vec<(String, Borrowed)>,
     ) -> PyResult<()> {
-        let ranks = self.engine(py)?;
+        let ranks = self.engine_to_call(py)?;
         let key = ExpertKey::new(layer, routing.native.clone());
         let call = named_call(call);
         engine(py, || ranks.experts().call(&ExpertCall { key, call, stream, tensors }))
@@ -388,14 +390,10 @@ impl Ranks {
 
     /// Leaves the group, once all its ranks do. Calls from now on are errors.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let ranks = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(ranks) = ranks else { return Ok(()) };
-        if self.is_forked() {
-            // Its threads are those of another process.
-            std::mem::forget(ranks);
-            return Ok(());
+        match self.take_engine(py)? {
+            Some(ranks) => engine(py, move || ranks.close()),
+            None => Ok(()),
         }
-        engine(py, move || ranks.close())
     }
 
     /// Has so many threads make each plan from now on.
@@ -433,7 +431,7 @@ impl Ranks {
         stream: u64,
         pairs: Vec<(Borrowed, Borrowed)>,
     ) -> PyResult<()> {
-        let ranks = self.engine(py)?;
+        let ranks = self.engine_to_call(py)?;
         let of_row =
             |(from, _): &(Borrowed, Borrowed)| (from.shape.iter().skip(1).copied().collect(), from.dtype);
         let key = RowsKey { pattern, action, tensors: pairs.iter().map(of_row).collect() };
@@ -462,31 +460,6 @@ impl Ranks {
     /// The ranks of this process.
     pub(crate) fn here(&self) -> Range<usize> {
         self.facts.here()
-    }
-
-    /// Whether this is another process than the one that made it.
-    pub(crate) fn is_forked(&self) -> bool {
-        self.process != Process::this()
-    }
-
-    pub(crate) fn engine(&self, py: Python<'_>) -> PyResult<Arc<dyn Engine>> {
-        if self.is_forked() {
-            let message = "this group was made in another process, and a fork does not copy its threads; start workers \
-                           with spawn, or make the group in them";
-            return Err(raise(py, "Error", message, &[]));
-        }
-        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        engine.ok_or_else(|| raise(py, "Error", "this group is closed; make a new one", &[]))
-    }
-}
-
-impl Drop for Ranks {
-    fn drop(&mut self) {
-        if self.is_forked() {
-            let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
-            std::mem::forget(engine);
-            std::mem::forget(self.planners.lock().unwrap_or_else(PoisonError::into_inner).take());
-        }
     }
 }
 

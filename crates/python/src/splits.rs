@@ -92,12 +92,8 @@ impl Splits {
                 return Err(raise(py, "PlanError", &message, &[]));
             }
         }
-        for (name, sizes) in [("input_split_sizes", &sent), ("output_split_sizes", &held)] {
-            if sizes.iter().try_fold(0_usize, |sum, size| sum.checked_add(*size)).is_none() {
-                let message = format!("{name} add up to more rows than a computer can count");
-                return Err(raise(py, "PlanError", &message, &[]));
-            }
-        }
+        check_sum(py, "input_split_sizes", &sent)?;
+        check_sum(py, "output_split_sizes", &held)?;
         let input = sent.into_iter().zip(destinations.iter().map(Vec::as_slice));
         Ok(Self::of(GroupPart::from_splits(input, held.into_iter().zip(sources))))
     }
@@ -107,6 +103,7 @@ impl Splits {
     fn all_gather(py: Python<'_>, rank: usize, counts: &Bound<'_, PyAny>) -> PyResult<Self> {
         let counts: Vec<usize> = list("counts", "a list of a number of rows for each rank", counts)?;
         check_rank(py, rank, counts.len())?;
+        check_sum(py, "counts", &counts)?;
         Ok(Self::of(GroupPart::all_gather_v(rank, &counts)))
     }
 
@@ -129,6 +126,8 @@ impl Splits {
             );
             return Err(raise(py, "PlanError", &message, &[]));
         }
+        check_sum(py, "counts", &counts[rank])?;
+        check_sum(py, "counts", counts.iter().map(|of_rank| &of_rank[rank]))?;
         Ok(Self::of(GroupPart::all_to_all_v(rank, &counts)))
     }
 
@@ -184,6 +183,17 @@ impl Splits {
             self.output_split_sizes(),
             self.src_ranks()
         )
+    }
+}
+
+/// Refuses rows that no number counts.
+fn check_sum<'a>(py: Python<'_>, name: &str, sizes: impl IntoIterator<Item = &'a usize>) -> PyResult<()> {
+    match sizes.into_iter().try_fold(0_usize, |sum, size| sum.checked_add(*size)) {
+        Some(_) => Ok(()),
+        None => {
+            let message = format!("{name} add up to more rows than a computer can count");
+            Err(raise(py, "PlanError", &message, &[]))
+        }
     }
 }
 

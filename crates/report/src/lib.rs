@@ -1,6 +1,6 @@
 //! What a run shows: tables for a terminal, Chrome traces, SVG and HTML.
 //!
-//! Everything here turns values of the crates to the left into text. Nothing touches the machine.
+//! Everything here turns values of the crates below it into text. Nothing touches the machine.
 
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]

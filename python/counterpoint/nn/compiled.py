@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from counterpoint.nn.product import accumulate, check_itself, dense, forward, leave, make_dummy, of_number, say_added, written
+from counterpoint.collectives import dense
+from counterpoint.nn.product import accumulate, check_itself, forward, leave, make_dummy, of_number, say_added, written
 
 _library = torch.library.Library("counterpoint", "FRAGMENT")
 _library.define(

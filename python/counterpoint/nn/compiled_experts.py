@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from counterpoint._native import Routing
+from counterpoint.collectives import dense
 from counterpoint.errors import TensorError
 from counterpoint.lookup import kept_by
 from counterpoint.nn.experts import backward, forward, of_number
-from counterpoint.nn.product import check_itself, dense, make_dummy, say_added
+from counterpoint.nn.product import check_itself, make_dummy, say_added
 
 _library = torch.library.Library("counterpoint", "FRAGMENT")
 _NUMBERS = "SymInt routing, SymInt layer"

@@ -12,18 +12,17 @@ from torch.autograd.function import once_differentiable
 
 from counterpoint._native import Routing
 from counterpoint.alone import working
-from counterpoint.collectives import borrowed
+from counterpoint.collectives import borrowed, dense
 from counterpoint.errors import PlanError, TensorError
 from counterpoint.fitting import accumulator
 from counterpoint.group import LocalGroup
 from counterpoint.nn.linear import Initializer, group_of
-from counterpoint.nn.product import clear_overwritten, dense, dummy, dummy_of, name_of
+from counterpoint.nn.product import DTYPES, clear_overwritten, dummy, dummy_of, name_of
 
 if TYPE_CHECKING:
     from counterpoint.nn.linear import TensorParallelGroup
 
 Kind = Literal["dispatch", "combine"]
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Key = tuple[str, tuple[int, int, int], str, str, str, tuple[int | None, int | None]]
 
 
@@ -88,6 +87,8 @@ class ExpertLayer(torch.nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features), ("experts", experts)):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise PlanError(f"{name} is {size!r}; it must be a whole number of at least 1")
+        if not isinstance(overlap, str):
+            raise PlanError(f"overlap is {overlap!r}; it must be the name of an overlap policy")
         for name, most in (("max_tokens", max_tokens), ("max_rows", max_rows)):
             if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
                 raise PlanError(f"{name} is {most!r}; it must be a whole number of at least 1, or None")
@@ -95,7 +96,7 @@ class ExpertLayer(torch.nn.Module):
         if experts % self.group.size:
             raise PlanError(f"experts is {experts}, which {self.group.size} ranks cannot share equally")
         dtype = dtype or torch.get_default_dtype()
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise PlanError(f"dtype is {dtype}; layers of experts compute in float64, float32, bfloat16 and float16")
         if self.group._ordinal >= 0 and dtype not in (torch.bfloat16, torch.float16):
             raise PlanError(f"dtype is {dtype}; on GPUs layers of experts compute in bfloat16 and float16, on the CPU in all")
@@ -111,6 +112,11 @@ class ExpertLayer(torch.nn.Module):
         # Experts are not what data parallelism over all ranks sums, as Megatron's gradient reduction reads it.
         self.weight.allreduce = self.group.size == 1  # type: ignore[attr-defined]
         self._initialize(init_method)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another layer, which compiled operators know by a number of its own."""
+        super().__setstate__(state)
+        self._numbered = Numbered(self)
 
     def _initialize(self, init_method: Initializer | None) -> None:
         """Every rank draws all experts and keeps its own: ranks of one seed have the same layer, however many they are."""
@@ -217,6 +223,8 @@ class ExpertLayer(torch.nn.Module):
                 raise TensorError(f"{name} is on {tensor.device}, and the layer's group computes on {place}; move it there")
         if x.dtype != weight.dtype:
             raise TensorError(f"x is {x.dtype} and weight is {weight.dtype}; they must be of one type")
+        if x.dtype not in DTYPES:
+            raise TensorError(f"x and weight are {x.dtype}; layers of experts compute in {', '.join(map(name_of, DTYPES))}")
 
     def _call(self, key: Key, routing: Routing, name: str, tensors: dict[str, torch.Tensor]) -> None:
         with self.group._named_errors():
@@ -320,7 +328,7 @@ class _ExpertProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, gradient = ctx.layer, ctx.gradient
-        x, flat = ctx.saved_tensors
+        x, flat = map(dense, ctx.saved_tensors)
         main_grad = layer._main_grad() if gradient.startswith("added") else None
         if gradient.startswith("added") and main_grad is None:
             raise TensorError("main_grad was taken from the weight between its forward and its backward")

@@ -13,7 +13,8 @@ from counterpoint.alone import alone
 from counterpoint.errors import PlanError
 from counterpoint.group import LocalGroup, _Group
 from counterpoint.nn.layout import gather_features, split_features
-from counterpoint.nn.product import Kind, Layer, LayerPasses, product
+from counterpoint.nn.product import DTYPES, Kind, Layer, LayerPasses, name_of, product, rows_of
+from counterpoint.plan_arguments import whole_number
 from counterpoint.processes import Group
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class _ParallelLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         _refuse(refused, config)
+        for name, value in (("input_size", input_size), ("output_size", output_size), ("stride", stride)):
+            whole_number(name, value, 1)
+        if not isinstance(overlap, str):
+            raise PlanError(f"overlap is {overlap!r}; it must be the name of an overlap policy")
         if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1):
             raise PlanError(f"max_tokens is {max_tokens!r}; it must be a whole number of at least 1, or None")
 
@@ -66,9 +71,10 @@ class _ParallelLinear(torch.nn.Module):
         self.skip_bias_add, self.stride, self.config = skip_bias_add, stride, config
         self.sequence_parallel = bool(of_config("sequence_parallel", sequence_parallel, False)) and group.size > 1
         split = output_size if self.kind == "column" else input_size
-        if split % group.size:
+        if split % (group.size * stride):
             what = "output_size" if self.kind == "column" else "input_size"
-            raise PlanError(f"{what} is {split}, which {group.size} ranks cannot share equally")
+            each = "" if stride == 1 else f" in {stride} pieces of each"
+            raise PlanError(f"{what} is {split}, which {group.size} ranks cannot share equally{each}")
         self.group = group
         sizes = (input_size, output_size)
         engine: _Group = group
@@ -92,6 +98,8 @@ class _ParallelLinear(torch.nn.Module):
             max_tokens=max_tokens,
         )
         dtype = of_config("params_dtype", dtype, None) or torch.get_default_dtype()
+        if dtype not in DTYPES:
+            raise PlanError(f"dtype is {dtype}; linear layers compute in {', '.join(map(name_of, DTYPES))}")
         if group._ordinal >= 0 and dtype not in (torch.bfloat16, torch.float16):
             raise PlanError(f"dtype is {dtype}; on GPUs linear layers compute in bfloat16 and float16, on the CPU in all")
         if device is None:
@@ -151,8 +159,7 @@ class _ParallelLinear(torch.nn.Module):
         given = None if self.bias is None or self.skip_bias_add else self.bias
         # A gradient that waits has its bias in PyTorch, so that this one's does not wait.
         in_engine = given if self.kind == "column" and not self._layer.delayed else None
-        rows = x.reshape(-1, x.shape[-1])
-        (y,) = product(rows, [weight], [] if in_engine is None else [in_engine], self._layer)
+        (y,) = product(rows_of(x), [weight], [] if in_engine is None else [in_engine], self._layer)
         y = y.reshape(-1, *x.shape[1:-1], y.shape[-1])
         if given is not None and in_engine is None:
             y = y + given
@@ -162,6 +169,8 @@ class _ParallelLinear(torch.nn.Module):
         """How forward and backward over so many tokens, those of all ranks, are run: as they were tuned, or as is predicted to be
         fastest. Local."""
         in_engine = self.kind == "column" and not (self.bias is None or self.skip_bias_add or self._layer.delayed)
+        if self.weight is None:
+            raise PlanError("this layer has no weight of its own (skip_weight_param_allocation), whose type passes follow")
         return self._layer.passes(tokens, [self.weight], in_engine)
 
     def backward_dw(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections import deque
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from counterpoint.alone import working
-from counterpoint.collectives import borrowed
+from counterpoint.collectives import borrowed, dense
 from counterpoint.errors import TensorError
 from counterpoint.fitting import accumulator
+from counterpoint.plan_arguments import whole_number
 
 if TYPE_CHECKING:
     from counterpoint.group import _Group
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 Kind = Literal["column", "row", "shared input"]
 Key = tuple[str, bool, tuple[int, ...], bool, str, str, str, int | None]
 
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _numbers = itertools.count(1)
 _layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
@@ -78,6 +83,10 @@ class Layer:
         self.turn = torch.zeros((), device=torch.device(self.group.device)) if self.delayed else None
         _layers[self.number] = self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        """A copy of a module is a layer of its own. What waits is the gradient of the module that was copied."""
+        return dataclasses.replace(self, waiting=deque())
+
     def key(self, tokens: int, bias: bool, dtype: torch.dtype, gradient: str) -> Key:
         sizes = (tokens, self.in_features, *self.out_features)
         return (self.kind, self.sequence_parallel, sizes, bias, name_of(dtype), gradient, self.overlap, self.max_tokens)
@@ -108,7 +117,7 @@ class Layer:
 
     def passes(self, tokens: int, weights: Sequence[torch.Tensor], bias: bool) -> LayerPasses:
         """How passes over so many tokens, those of all ranks, are run."""
-        key = self.key(tokens, bias, weights[0].dtype, _gradient(self, weights))
+        key = self.key(whole_number("tokens", tokens, 1), bias, weights[0].dtype, _gradient(self, weights))
         self.group = working(self.group)
         with self.group._named_errors():
             forward, backward = self.group._native.linear_passes(key)
@@ -127,12 +136,6 @@ class Layer:
             self.call(key, "weight_gradient", tensors | self.named("dweight", dweights))
             for weight, dweight in zip(weights, dweights, strict=True):
                 weight.grad = dweight if weight.grad is None else weight.grad.add_(dweight)
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, and on GPUs where the engine reads it: at a multiple of 16 bytes."""
-    tensor = tensor.resolve_neg().contiguous()
-    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() & 15 else tensor
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -164,6 +167,11 @@ def _gradient(layer: Layer, weights: Sequence[torch.Tensor]) -> str:
         return "frozen"
     if trained < len(weights):
         raise TensorError(f"{trained} of the {len(weights)} weights that share input_ require a gradient; all must, or none")
+    if layer.delayed and not all(weight.is_leaf for weight in weights):
+        raise TensorError(
+            "weight is the result of other operations (a parametrization, an adapter, an expression), whose gradient cannot wait "
+            "for backward_dw: leave delay_wgrad_compute out"
+        )
     main_grads = _main_grads(layer, weights)
     if main_grads is None:
         return "deferred" if layer.delayed else "written"
@@ -187,6 +195,21 @@ def _into_main_grad(weights: Sequence[torch.Tensor], into: torch.dtype) -> str:
 def _overwrites(weight: torch.Tensor) -> bool:
     """Whether a gradient takes the place of what is in `main_grad`, as Megatron's FSDP asks for."""
     return bool(getattr(weight, "overwrite_main_grad", False))
+
+
+def rows_of(input_: torch.Tensor) -> torch.Tensor:
+    """`[s, b, h]`, or more axes in front, as `[rows, h]`."""
+    if not isinstance(input_, torch.Tensor):
+        raise TensorError(f"input_ must be a torch.Tensor, not a {type(input_).__name__}")
+    if input_.ndim < 2:
+        raise TensorError(f"input_ is {list(input_.shape)}; it must be [tokens, features], or have more axes in front")
+    if not torch.compiler.is_compiling() and is_traceable_wrapper_subclass(input_):
+        if not hasattr(input_, "trigger_wait"):
+            way = ": give input_.to_local()" if hasattr(input_, "to_local") else ""
+            raise TensorError(f"input_ is a {type(input_).__name__}, and layers take the dense rows of this process{way}")
+        # The result of a collective of PyTorch's, which may be under way.
+        input_ = input_.clone()
+    return input_.flatten(0, -2)
 
 
 def product(
@@ -258,7 +281,8 @@ class Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, parameters = ctx.layer, ctx.parameters
-        x, *weights = ctx.saved_tensors
+        # Hooks on what is saved may lay it out as they like.
+        x, *weights = map(dense, ctx.saved_tensors)
         has_bias, gradient = ctx.key[3], ctx.key[5]
         dx, dys = torch.empty_like(x), tuple(dense(dy) for dy in dys)
         tensors = {"dx": dx} | layer.named("dy", dys) | layer.named("weight", weights)
@@ -387,5 +411,7 @@ def check(layer: Layer, x: torch.Tensor, weights: Sequence[torch.Tensor], biases
             raise TensorError(f"{name} is on {tensor.device}, and the layer's group computes on {place}; move it there")
         if tensor.dtype != x.dtype:
             raise TensorError(f"{name} is {tensor.dtype} and input_ is {x.dtype}; they must be of one type")
+    if x.dtype not in DTYPES:
+        raise TensorError(f"input_ and weight are {x.dtype}; linear layers compute in {', '.join(map(name_of, DTYPES))}")
     if x.shape[0] == 0:
         raise TensorError("input_ has no tokens")

@@ -11,7 +11,7 @@ import torch
 
 from counterpoint.errors import PlanError
 from counterpoint.nn.linear import ColumnParallelLinear, Initializer, group_of
-from counterpoint.nn.product import LayerPasses, product
+from counterpoint.nn.product import LayerPasses, product, rows_of
 
 if TYPE_CHECKING:
     from counterpoint.nn.linear import TensorParallelGroup
@@ -95,7 +95,7 @@ class SharedInputLinear(torch.nn.Module):
         layers = self.layers
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        rows = input_.reshape(-1, input_.shape[-1])
+        rows = rows_of(input_)
         # Gradients that wait have their biases in PyTorch, so that these ones do not wait.
         in_engine = not self.skip_bias_add and not self._layer.delayed
         made = product(rows, weights, biases if in_engine else [], self._layer)

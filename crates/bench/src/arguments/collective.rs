@@ -6,15 +6,16 @@ use clap::{Args, ValueEnum};
 use counterpoint_console::arguments::value;
 use counterpoint_cuda::TransportKind;
 
-/// Time moving rows between GPUs, each transport compared with NCCL's all-to-all with the passes that it needs
+/// Time rows that go to the ranks that need them (group-cast) or back to be added up (group-reduce), each transport compared with NCCL
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Flags and columns are those of nccl-tests; size is what each rank sends (and
-receives), so busbw is algbw. A group-cast sends keys and values in splits with
-as long gaps between them; a group-reduce adds such rows, sent back, to what
-their owner has. #wrong counts elements that are not what they should be, before
-and after the timed runs: a row with any is no result, and the exit status is 1.
-vs nccl: speed over NCCL's at this size, measured in this run.
+receives), so busbw is algbw. A group-cast sends two tensors, as keys and values are,
+in splits with gaps as long as the splits between them. A group-reduce sends such rows
+back, and adds them to what their owner has. #wrong counts wrong elements, before and
+after the timed runs: a row with any is no result, and the exit status is 1.
+`vs nccl` is the speed over NCCL's at this size, in this run: an all-to-all with the
+copies before and after it.
 
 Examples:
   counterpoint bench group-cast -b 1M -e 1G -f 4
@@ -29,7 +30,7 @@ pub struct BenchCollectiveArguments {
     #[arg(short = 'e', long, value_name = "SIZE", default_value = "256M", value_parser = value::bytes, allow_hyphen_values = true)]
     pub(crate) max_bytes: u64,
 
-    /// Each size is so many times the one before
+    /// Each size is N times the one before
     #[arg(short = 'f', long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u64).range(2..=1024), allow_hyphen_values = true)]
     pub(crate) step_factor: u64,
 

@@ -11,16 +11,17 @@ use counterpoint_mask::MaskPreset;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Every row is checked against the f64 reference on a sample of rows and keys; a
-row out of bounds is not printed, and the exit status is 1. The baseline of a
-row is the same mask on one rank, which each GPU runs by itself at the same time,
-the slowest counting (under a launcher the first rank's GPU alone): a ratio of 1 is linear scaling. Times are those of the
-slowest rank, from the start of the first operation to the end of the last. Both,
-and the same ranks with nothing side by side, interleaved, for a GPU's clock
-changes; what is hidden is by how much a run is shorter than that.
+row out of bounds is not printed, and the exit status is 1.
 
---peers wants a python3 with PyTorch and two GPUs, and times Ulysses and
-all-gather of keys and values with cuDNN, and PyTorch's ring attention, interleaved
-with ours.
+The baseline of a row is the same mask on one rank, so a ratio of 1 is linear
+scaling. Each GPU runs it by itself at the same time, and the slowest counts; under
+a launcher the first rank's GPU runs it. Times are those of the slowest rank, from
+the start of the first operation to the end of the last. The ranks, the baseline
+and the same ranks without overlap run interleaved, because a GPU's clock changes.
+What is hidden is by how much a run is shorter than the one without overlap.
+
+--peers needs a python3 with PyTorch and two GPUs. It times Ulysses and all-gather
+of keys and values with cuDNN, and PyTorch's ring attention, interleaved with ours.
 
 Examples:
   counterpoint bench cp
@@ -46,7 +47,7 @@ pub struct BenchCpArguments {
     #[arg(long, value_name = "N", default_value = "1", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) nodes: usize,
 
-    /// How rows cross between several nodes; a row for each of several
+    /// How rows travel between nodes; several give a row each
     #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "two-level")]
     pub(crate) exchange: Vec<Exchange>,
 
@@ -85,7 +86,7 @@ pub struct BenchCpArguments {
     #[arg(long)]
     pub(crate) deterministic: bool,
 
-    /// How communication is brought to run under computation; all that are named run interleaved, each for both passes or as
+    /// How communication overlaps computation; all that are named run interleaved, each for both passes or as
     /// forward=POLICY,backward=POLICY. auto: for each pass what is predicted to end first
     #[arg(long, value_name = "POLICIES", default_value = "auto", value_parser = overlap::of_passes_list)]
     pub(crate) overlap: OverlapList,

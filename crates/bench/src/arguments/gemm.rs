@@ -23,7 +23,7 @@ Layouts: nt is x W^T, nn is dy W, tn is dy^T x, added to an f32 gradient.
 each, within a fifth of the mean, and times one launch for all of them, a launch for
 each, cuBLASLt's for each, and cuBLASLt's product of as many rows with one weight.
 Without numbers and --shapes it takes layers of 8 to 32 experts, all three layouts.
---peers wants a python3 with PyTorch, whose grouped_mm stores tn in bf16; deepgemm is
+--peers needs a python3 with PyTorch, whose grouped_mm stores tn in bf16; deepgemm is
 a package of its own, whose rows are filled up to multiples of 128 beforehand.
 
 Examples:
@@ -47,7 +47,7 @@ pub struct BenchGemmArguments {
     #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', requires = "shapes")]
     pub(crate) layouts: Vec<BenchGemmLayout>,
 
-    /// Grouped products: the rows of --shapes divided among so many experts [without numbers: the usual layers of experts]
+    /// Grouped products: the rows of --shapes divided among these numbers of experts [without numbers: the usual layers of experts]
     #[arg(long, value_name = "NUMBERS", num_args = 0..=1, require_equals = true, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) experts: Option<Vec<u32>>,
 

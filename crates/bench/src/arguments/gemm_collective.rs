@@ -22,9 +22,9 @@ against the first policy's result; a row out of bounds is not printed, and the
 exit status is 1. Without --shapes it takes the shapes of published measurements
 and the linear layers of Llama-3 70B and GPT-3 with 128 to 32768 rows.
 
---peers wants a python3 with PyTorch and a GPU for each rank. It times torch.mm and
+--peers needs a python3 with PyTorch and a GPU for each rank. It times torch.mm and
 NCCL one after the other, PyTorch's async-TP operators and its all-reduce in
-symmetric memory in the same variant, interleaved with ours, on the same shapes.
+symmetric memory, all interleaved with ours, on the same shapes.
 
 Examples:
   counterpoint bench gemm-collective --ranks 2

@@ -61,7 +61,7 @@ pub struct BenchPlanArguments {
     pub(crate) json: bool,
 }
 
-/// Time what a mask costs that has never been seen: planning, making it ready, its calls
+/// Time what a new mask costs: planning, making the plan ready, its first and later calls
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Rows: tables, from a mask to the plan and one rank's Programs, which a data loader
@@ -88,7 +88,7 @@ pub struct BenchFreshMasksArguments {
     #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) tokens: Option<usize>,
 
-    /// Threads that plan side by side, in rows of tables and cold
+    /// Threads that plan, in the rows `tables` and `cold`
     #[arg(long, value_name = "N", default_value = "1", value_parser = value::threads, allow_hyphen_values = true)]
     pub(crate) planning_threads: usize,
 
@@ -105,7 +105,7 @@ and keys); a row out of bounds is not printed, and the exit status is 1.
 
 --device cuda takes the flags from --masks on. Its masks have packed documents of
 realistic lengths, windows of 1024 and blocks of 2048; `counterpoint mask
-preset:NAME,8k` shows one. --peers wants a python3 with PyTorch; runs of peers and
+preset:NAME,8k` shows one. --peers needs a python3 with PyTorch; runs of peers and
 of ours are interleaved, and each peer's fastest variant counts. cudnn_flex
 (nvidia-cudnn-frontend) and ffa (MagiAttention's flex_flash_attn_func, which
 compiles each variant when it first runs) are packages of their own.

@@ -9,7 +9,7 @@ use counterpoint_plan::{DType, ExpertKind};
 
 use super::{BenchTpPass, GradientArgument};
 
-/// Time layers of a mixture of experts: how much of their communication runs under their products
+/// Time layers of experts (MoE): how much of their communication runs under their products
 #[derive(Debug, Args)]
 #[command(after_help = "\
 A dispatch sends tokens to the experts that they chose and multiplies them there,
@@ -17,9 +17,9 @@ HIDDEN to INNER features; a combine multiplies, INNER to HIDDEN, and brings the
 sums of a token's experts back. Every token chooses different experts at random;
 with --skew some are more popular than others.
 
-Every pass first runs with nothing side by side, in one group. `of longer` is a
-pass over the longer of its parts measured there: the computation of the slowest
-rank, or what travels. `hidden` is the share of the communication that runs under
+Every pass first runs without overlap, in one group, and its parts are measured
+there. `of longer` is a pass over the longer part: the computation of the slowest
+rank, or the communication. `hidden` is the share of the communication that runs under
 computation. Results are compared with f64, token by token, on a sample of
 columns, and their bits with those of the sequential run; a row that is wrong is
 not printed, and the exit status is 1.
@@ -37,16 +37,16 @@ pub struct BenchMoeArguments {
 /// Find the groups and the policies in which layers of experts overlap best, and keep them
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Passes of the layers that `bench moe` times run under every overlap policy that runs
-on these ranks, or those that --overlap names, in the groups that are predicted to be
-fastest: --trials of them, interleaved, compared with the same without overlap. Results are
-compared with f64, and their bits with those of the sequential run; a wrong one ends
-the command, and the exit status is 1.
+Tunes the passes of the layers that `bench moe` times. Each pass runs under every
+overlap policy that these ranks have, or those that --overlap names, in the groups
+that are predicted to be fastest: --trials in all, interleaved with the pass without
+overlap. Results are compared with f64, and their bits with those of the sequential
+run; a wrong one ends the command, and the exit status is 1.
 
 The fastest groups under every policy are kept by device, transport, ranks, kind,
 pass, gradient, experts, tokens, rows, features and type in the file of `tune gemm`.
-`bench moe` and Python's ExpertLayer run such layers as was fastest from then on, as
-programs do that give these plans to their group.
+From then on `bench moe`, Python's ExpertLayer, and programs that give these plans
+to their group run such layers in the fastest way found.
 
 Examples:
   counterpoint tune moe --tokens 512 --hidden 512 --inner 512
@@ -92,11 +92,11 @@ pub(crate) struct MoeLayersArguments {
     #[arg(long, value_name = "N", default_value = "8", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) experts: usize,
 
-    /// Experts that a token chooses
+    /// Experts of each token (top-k)
     #[arg(long, value_name = "N", default_value = "2", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) choices: usize,
 
-    /// How unlike experts are in being chosen: popularity falls as one over the place to this power
+    /// How unevenly experts are chosen: the n-th most popular one in proportion to 1 / n^F; 0: evenly
     #[arg(long, value_name = "F", default_value = "0", value_parser = skew, allow_hyphen_values = true)]
     pub(crate) skew: f64,
 
@@ -112,7 +112,7 @@ pub(crate) struct MoeLayersArguments {
     #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "forward,backward")]
     pub(crate) passes: Vec<BenchTpPass>,
 
-    /// How communication is brought to run under computation; auto is each pass as it was tuned, or else is predicted to end first
+    /// How communication overlaps computation; auto: each pass as it was tuned, or else as it is predicted to end first
     #[arg(
         long,
         value_name = "POLICIES",
@@ -150,9 +150,9 @@ pub(crate) struct MoeLayersArguments {
 /// Which way tokens go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BenchMoeKind {
-    /// To the experts
+    /// Tokens to their experts, then the product
     Dispatch,
-    /// Back from them
+    /// The product, then sums back to the tokens
     Combine,
 }
 

@@ -19,32 +19,32 @@ A shape is tokens, features of the side that is not split, and features that a
 rank has of the side that is: T:HIDDEN:LOCAL is a column-parallel layer from
 HIDDEN to LOCAL features a rank, and a row-parallel one back.
 
-Every case first runs with nothing side by side, in one group: its parts are what
-the others are judged by. The ideal hides all that can be hidden: of a forward
-whichever of products and communication is shorter, of a column-parallel backward
-the sums of dx under the gradient of the weight. Efficiency is how much of the
-variant from sequential to ideal a policy comes, and speedup the sequential pass over
-this one. `hidden` is the share of the communication that runs under computation,
-1 - exposed / communication; of a fused pass, whose kernels send as they multiply,
-by what it is shorter than the sequential one. Efficiencies and hidden shares that
-are not known to 0.2 are not printed.
+Every case first runs without overlap, in one group; the others are compared with
+the parts of that run. The ideal hides all that can be hidden: in a forward the
+shorter of products and communication, in a column-parallel backward the sums of dx
+under the gradient of the weight.
+  efficiency  (sequential - this) / (sequential - ideal): 0 is sequential, 1 ideal
+  speedup     sequential / this
+  hidden      1 - exposed / communication; of a fused pass, whose kernels send as
+              they multiply, (sequential - this) / communication
+Efficiencies and hidden shares that are not known to 0.2 are not printed.
 
 Results are compared with f64 on a sample of elements, and their bits with those of
 the sequential run; a row that is wrong is not printed, and the exit status is 1.
 
-With --rms-norm the norm is part of both passes. The sequential run, in one group, is
-a layer with a norm behind it: there rows are in order, and the norm is a pass by
-itself. Runs in groups have rows in the order in which they travelled, and the norm
-puts them into their own.
+With --rms-norm the norm is part of both passes. In the sequential run rows are in
+order, and the norm is a pass of its own. In runs in groups rows are in the order in
+which they arrived, and the norm puts them back into order.
 
-With --shared-input every shape is of so many layers from HIDDEN to LOCAL features a
-rank, first each by itself, run one after the other. `vs apart` is what those take
-over this; the additions of their gradients of the input are not in it.
+With --shared-input N each shape is N layers from HIDDEN to LOCAL features a rank.
+First they run as N separate layers, one after the other. `vs apart` is the time of
+these over the time of the shared ones, without the additions of the N gradients of
+the input.
 
---peers wants a python3 with PyTorch and GPUs, and times torch.mm with NCCL's
-collectives as Megatron-LM does, and PyTorch's fused operators, in processes with
-CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, whose runs are interleaved with ours. With
---connections, ours are shown with those that were given the same number.
+--peers needs a python3 with PyTorch and GPUs. It times torch.mm with NCCL's
+collectives in Megatron-LM's order, and PyTorch's fused operators, in processes with
+CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, interleaved with ours. With
+--connections, ours are shown next to peers with the same number.
 
 Examples:
   counterpoint bench tp
@@ -93,8 +93,7 @@ pub struct BenchTpArguments {
     #[arg(long)]
     pub(crate) bias: bool,
 
-    /// How communication is brought to run under computation; auto runs each pass as `tune gemm` found it fastest, or else in the way that is predicted
-    /// to end first
+    /// How communication overlaps computation; auto: each pass as `tune gemm` found it fastest, or else as it is predicted to end first
     #[arg(
         long,
         value_name = "POLICIES",
@@ -104,8 +103,8 @@ pub struct BenchTpArguments {
     )]
     pub(crate) overlap: Vec<OverlapChoice>,
 
-    /// Groups of a pass under a policy that is named: a number of groups of tokens, the rows of each as in 512+256, or behind columns= groups of
-    /// columns of sums; auto takes those that `tune gemm` kept for the layer under it, or has them chosen by what work and transport cost
+    /// Groups of a pass under a policy that is named: a number of groups of tokens, their rows as in 512+256, or groups of columns of sums as in
+    /// columns=4. auto: those that `tune gemm` kept for the layer under it, or else by prediction
     #[arg(long, value_name = "GROUPS", value_delimiter = ',', default_value = "auto", value_parser = value::groups, allow_hyphen_values = true)]
     pub(crate) groups: Vec<LayerGroups>,
 
@@ -113,7 +112,7 @@ pub struct BenchTpArguments {
     #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "auto", value_parser = value::transport())]
     pub(crate) transport: Vec<TransportKind>,
 
-    /// Who computes products in passes in which nothing travels, on GPUs: this program's kernels, or cuBLASLt
+    /// What computes the products of passes without communication, on GPUs: this program's kernels, or cuBLASLt
     #[arg(long, value_name = "NAME", value_enum, default_value_t = BenchTpProducts::Ours)]
     pub(crate) plain_products: BenchTpProducts,
 
@@ -125,13 +124,13 @@ pub struct BenchTpArguments {
     #[arg(long, value_name = "KIND", value_enum, default_value_t = GradientArgument::F32)]
     pub(crate) gradient: GradientArgument,
 
-    /// A residual and an RMSNorm behind row-parallel layers, which takes rows in the order in which their groups have travelled; its
+    /// Put a residual and an RMSNorm behind row-parallel layers. The norm takes rows in the order in which their groups arrive; its
     /// gradients are part of the backward
     #[arg(long, conflicts_with_all = ["peers", "connections"])]
     pub(crate) rms_norm: bool,
 
-    /// So many column-parallel layers of one input, such as q, k and v, which share its gather and the sum of its gradient, compared with
-    /// as many that share nothing
+    /// Time so many column-parallel layers of one input (such as q, k and v), which share its gather and the sum of its gradient, compared
+    /// with as many separate layers
     #[arg(long, value_name = "LAYERS", value_parser = clap::value_parser!(u32).range(2..=16), conflicts_with_all = ["kinds", "groups", "rms_norm", "peers", "connections", "trace"], allow_hyphen_values = true)]
     pub(crate) shared_input: Option<u32>,
 
@@ -143,8 +142,8 @@ pub struct BenchTpArguments {
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
     pub(crate) iterations: u32,
 
-    /// Measure with each of these numbers of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), in a process of its own, and say how
-    /// far apart they are
+    /// Measure with each of these numbers of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), in a process each, and say how far
+    /// apart the results are
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=32), allow_hyphen_values = true)]
     pub(crate) connections: Vec<u32>,
 
@@ -164,9 +163,9 @@ pub struct BenchTpArguments {
 /// Which features are split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BenchTpKind {
-    /// Those of the output
+    /// Output features are split (column-parallel)
     Column,
-    /// Those of the input
+    /// Input features are split (row-parallel)
     Row,
 }
 

@@ -64,21 +64,24 @@ pub(crate) struct RanksArguments {
 /// Find the groups in which a product and its collective overlap best, and keep them
 #[derive(Debug, Args)]
 #[command(after_help = "\
-The product is that of a layer's forward, or with --pass backward that of dx, behind
-which comes the gradient of the weight. Every overlap policy that runs on these ranks
-is tried, with margins of several sizes, or those that --overlap names. Under each the
-product is cut into waves, and some waves in a row are a group: multiplied together,
-and on their variant together. `exhaustive` measures every sequence of groups,
-2^(waves - 1) of them; `predictive` measures products and collectives of some sizes
-and computes the best sequence from these; `both` does both and compares. What is
-found is measured against the same without overlap, which is kept too. A sample of every result is checked; a wrong one ends the command,
-and the exit status is 1. Several products end with a summary: on how many of them
-the predicted sequence is as good as the best of all, and what searches took.
+The product is that of a layer's forward, or with --pass backward that of dx, after
+which comes the gradient of the weight. Every overlap policy that these ranks have is
+tried, with margins of several sizes, or those that --overlap names. Under each the
+product is cut into waves. Some consecutive waves are a group: they are multiplied
+together, and communicated together.
+  predictive  measures products and collectives of some sizes, and computes the best
+              sequence of groups from these
+  exhaustive  measures every sequence of groups, 2^(waves - 1) of them
+  both        does both, and compares
+The result is compared with the pass without overlap, which is kept too. A sample of
+every result is checked; a wrong one ends the command, and the exit status is 1.
+Several products end with a summary: for how many the predicted sequence is as good
+as the best of all, and how long searches took.
 
 Plans are kept by device, transport, ranks, pass, shape, type, collective, bias,
 gradient and policy in one file, in COUNTERPOINT_PROFILE_DIR or the user's
-configuration folder. `bench tp` and Python's layers run layers of that very shape
-there as was fastest from then on, as programs do that give these plans to their group.
+configuration folder. From then on `bench tp`, Python's layers, and programs that give
+these plans to their group run layers of exactly that shape in the fastest way found.
 
 Examples:
   counterpoint tune gemm --m 4k --n 4k --k 4k --collective reduce-scatter --tp-size 2
@@ -103,7 +106,7 @@ pub struct TuneGemmArguments {
     #[arg(long, value_name = "M:N:K", value_parser = value::product, value_delimiter = ',', conflicts_with_all = ["m", "n", "k"])]
     pub(crate) shapes: Vec<ProblemSize>,
 
-    /// What travels: rows before the product, or sums after it
+    /// The collective: all-gather before the product, or a sum after it
     #[arg(long, value_name = "NAMES", value_delimiter = ',', required = true, value_parser = value::collective())]
     pub(crate) collective: Vec<GemmCollective>,
 
@@ -176,7 +179,7 @@ pub struct BenchBandwidthArguments {
     #[arg(short = 'e', long, value_name = "SIZE", default_value = "64M", value_parser = value::bytes, allow_hyphen_values = true)]
     pub(crate) max_bytes: u64,
 
-    /// Each size is so many times the one before
+    /// Each size is N times the one before
     #[arg(short = 'f', long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u64).range(2..=1024), allow_hyphen_values = true)]
     pub(crate) step_factor: u64,
 

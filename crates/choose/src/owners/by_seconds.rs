@@ -17,7 +17,10 @@ use crate::config::{DispatchAlgorithm, PlanConfig};
 use crate::receive_layers::most_layers;
 use crate::whole_work::whole_work;
 
+/// Parts that times are counted in: picoseconds, and longer ones where all work takes longer than five hours, so that no sum of them is
+/// more than can be counted.
 const PICOSECONDS: f64 = 1e12;
+const MOST_PARTS: f64 = 2e16;
 /// Keys of a rank are there or arrive, and lie in pieces: its backward can gather fewer of a document's tiles than that of a whole mask.
 const STAGGERED_COLUMNS: f64 = 12.0;
 const COST: CostModel = CostModel {
@@ -72,7 +75,9 @@ fn by_seconds_with(
     let bands: Vec<Band> = mask.bands().collect();
     let whole = whole_work(spec, &bands, [mask.seqlen_q(), mask.seqlen_k()], planning);
     let Some(shapes) = COST.tile_shapes(&whole) else { return Ok(dispatch) };
-    let Some(mut prices) = prices(problem, work, dispatch.cp_size(), shapes)? else { return Ok(dispatch) };
+    let Some((mut prices, parts)) = prices(problem, work, dispatch.cp_size(), shapes)? else {
+        return Ok(dispatch);
+    };
     let reach = Reach::new(work);
     let mut dispatch = by_chunks(effort, work, &reach, &prices, dispatch, planning);
     // A direction counts by the part that its slowest rank is behind: a forward is a third as long as a backward.
@@ -83,7 +88,7 @@ fn by_seconds_with(
     let mut weighed =
         |dispatch: &Dispatch, order: &[usize], until: i64| -> Result<Vec<[i64; 2]>, PlanError> {
             let mut seconds = vec![[0; 2]; dispatch.cp_size()];
-            rank_seconds(problem, dispatch, order, &mut known, |rank, of_rank| {
+            rank_seconds(problem, dispatch, order, &mut known, parts, |rank, of_rank| {
                 seconds[rank] = weight.weigh(of_rank);
                 match slowest(&seconds) < until {
                     true => ControlFlow::Continue(()),
@@ -161,13 +166,13 @@ fn slowest(seconds: &[[i64; 2]]) -> i64 {
     [0, 1].map(|at| seconds.iter().map(|rank| rank[at]).max().unwrap_or(0)).iter().sum()
 }
 
-/// What each chunk costs, and each row that travels.
+/// What each chunk costs, and each row that travels, in so many parts of a second.
 fn prices(
     problem: &Problem<'_>,
     work: &ChunkWork,
     ranks: usize,
     shapes: [TileShape; 2],
-) -> Result<Option<Prices>, PlanError> {
+) -> Result<Option<(Prices, f64)>, PlanError> {
     let &Problem { mask, spec, planning, .. } = problem;
     let chunks = work.num_chunks();
     let alone = (0..chunks as u32).map(|chunk| vec![chunk]).collect();
@@ -186,14 +191,18 @@ fn prices(
     let price = |first: usize| {
         let chunk = firsts[first];
         let work = whole_work(spec, &bands[chunk], [work.rows(chunk).len(), work.seqlen_k()], planning);
-        Some(COST.share_seconds(&work, shapes)?.map(|seconds| (seconds * PICOSECONDS) as i64))
+        COST.share_seconds(&work, shapes)
     };
-    let each: Option<Vec<[i64; 2]>> = planning.map(firsts.len(), price)?.into_iter().collect();
+    let each: Option<Vec<[f64; 2]>> = planning.map(firsts.len(), price)?.into_iter().collect();
     let Some(each) = each else { return Ok(None) };
-    let chunks = like.into_iter().map(|first| each[first]).collect();
     let row_bytes = 2 * spec.kv_row_bytes() + spec.kv_gradient_row_bytes();
-    let row = (row_bytes as f64 / COST.link.bytes_per_second * PICOSECONDS) as i64;
-    Ok(Some(Prices { chunks, beyond: vec![[0; 2]; ranks], row }))
+    let row = row_bytes as f64 / COST.link.bytes_per_second;
+    let computing: f64 = like.iter().flat_map(|&first| each[first]).sum();
+    let longest = computing + row * work.seqlen_k() as f64 * ranks as f64;
+    let parts = PICOSECONDS.min(MOST_PARTS / longest);
+    let count = |seconds: f64| (seconds * parts) as i64;
+    let chunks = like.into_iter().map(|first| each[first].map(count)).collect();
+    Ok(Some((Prices { chunks, beyond: vec![[0; 2]; ranks], row: count(row) }, parts)))
 }
 
 /// What kernels take for work that was met before: swaps leave many ranks as they are.
@@ -260,13 +269,14 @@ impl KnownTimes {
     }
 }
 
-/// Hands `visit` what a forward and a backward that do all work at once take rank after rank in this `order`, in picoseconds, until it
-/// breaks off. `known` are times for the same `spec`.
+/// Hands `visit` what a forward and a backward that do all work at once take rank after rank in this `order`, in so many `parts` of a second,
+/// until it breaks off. `known` are times for the same `spec`.
 fn rank_seconds(
     problem: &Problem<'_>,
     dispatch: &Dispatch,
     order: &[usize],
     known: &mut KnownTimes,
+    parts: f64,
     mut visit: impl FnMut(usize, [i64; 2]) -> ControlFlow<()>,
 ) -> Result<(), PlanError> {
     let &Problem { mask, spec, config, planning } = problem;
@@ -300,7 +310,7 @@ fn rank_seconds(
         let takes = |direction: Direction, computing: f64| {
             let compute_seconds = computing + direction.own_seconds(own_rows, spec, &COST);
             let stage = StagePrediction { compute_seconds, ..direction.transfers(links, spec, &COST) };
-            (makespan([stage.as_rows_arrive(&ready, received, spec, &COST)]) * PICOSECONDS) as i64
+            (makespan([stage.as_rows_arrive(&ready, received, spec, &COST)]) * parts) as i64
         };
         let seconds = [takes(Direction::Forward, forward), takes(Direction::Backward, backward)];
         if visit(rank, seconds).is_break() {
@@ -341,7 +351,7 @@ mod tests {
     fn all_ranks(problem: &Problem<'_>, dispatch: &Dispatch, known: &mut KnownTimes) -> Vec<[i64; 2]> {
         let mut seconds = Vec::new();
         let order: Vec<usize> = (0..dispatch.cp_size()).collect();
-        let all = rank_seconds(problem, dispatch, &order, known, |_, of_rank| {
+        let all = rank_seconds(problem, dispatch, &order, known, PICOSECONDS, |_, of_rank| {
             seconds.push(of_rank);
             ControlFlow::Continue(())
         });
@@ -437,7 +447,7 @@ mod tests {
             let first = dispatch(&work, 4, DispatchAlgorithm::Affinity);
             let shapes = shapes(&mask);
             let problem = problem(&mask, &config);
-            let prices = prices(&problem, &work, 4, shapes).unwrap().unwrap();
+            let (prices, _) = prices(&problem, &work, 4, shapes).unwrap().unwrap();
             let level_by = |config: &PlanConfig| {
                 by_seconds(&mask, &work, first.clone(), &SPEC, config, &Planning::ALONE).unwrap()
             };

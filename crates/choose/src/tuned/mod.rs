@@ -152,6 +152,13 @@ impl<S: Ord, G> TunedList<S, G> {
         }
     }
 
+    /// In their order, the last of those of one shape and policy alone: files are edited and joined by hand.
+    fn in_order(&mut self) {
+        self.0.reverse();
+        self.0.sort_by(|a, b| (&a.shape, &a.policy).cmp(&(&b.shape, &b.policy)));
+        self.0.dedup_by(|a, b| (&a.shape, &a.policy) == (&b.shape, &b.policy));
+    }
+
     /// The fastest plan of a shape, of all that `runs` says can be run; the sequential one where none was faster.
     pub fn fastest(&self, shape: &S, runs: impl Fn(&Tuned<S, G>) -> bool) -> Option<&Tuned<S, G>> {
         let known = self.0.iter().filter(|plan| plan.shape == *shape && runs(plan));
@@ -265,7 +272,7 @@ impl TunedPlans {
         if version != TUNING_VERSION {
             return Err(TuningError::Version { found: version });
         }
-        let plans: Self = serde_json::from_str(text).map_err(form)?;
+        let mut plans: Self = serde_json::from_str(text).map_err(form)?;
         for (index, plan) in plans.layers.0.iter().enumerate() {
             let TunedShape { product: ProblemSize { m, n, .. }, ranks, collective, .. } = plan.shape;
             let (what, wanted) = match plan.groups {
@@ -283,6 +290,8 @@ impl TunedPlans {
                 return Err(TuningError::ExpertGroups { index, groups: *groups });
             }
         }
+        plans.layers.in_order();
+        plans.experts.in_order();
         Ok(plans)
     }
 
@@ -395,6 +404,22 @@ mod tests {
                 assert_eq!((shape.collective, shape.product), (collective, [128, 64, 32].into()));
             }
         }
+    }
+
+    /// As files are that somebody has joined: what is tuned then takes the place of all that was there.
+    #[test]
+    fn a_file_in_any_order_holds_one_plan_of_a_kind() {
+        let of = |m, seconds| TunedGroups { seconds, ..tuned(GemmCollective::AllGather, m, "X", "signals") };
+        let joined = [of(256, 3.0), of(128, 2.0), of(256, 1.0), of(64, 4.0)];
+        let file = TunedPlans { layers: TunedList(joined.to_vec()), ..TunedPlans::default() };
+        let mut read = TunedPlans::from_json(&file.to_json()).unwrap();
+        let seconds = |plans: &TunedPlans| -> Vec<f64> {
+            plans.layers.plans().iter().map(|plan| plan.seconds).collect()
+        };
+        assert_eq!(seconds(&read), [4.0, 2.0, 1.0]);
+        read.layers.insert(of(256, 5.0));
+        assert_eq!(seconds(&read), [4.0, 2.0, 5.0]);
+        assert_eq!(read.layers.under(&of(256, 0.0).shape, "signals").unwrap().seconds, 5.0);
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod experts;
 mod exposed;
 mod gathers;
 mod hosting;
+mod large;
 mod linear;
 mod policies;
 mod ratios;

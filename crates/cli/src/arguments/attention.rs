@@ -113,7 +113,7 @@ pub(crate) struct RunArguments {
     pub(crate) device: Device,
 
     /// How rows travel between GPUs: kernels that read the others' memory, copy engines, or NCCL; auto takes nvlink where
-    /// all GPUs reach each other. Behind nccl and hierarchical follow NCCL's settings, as in nccl+cluster-size=0+max-ctas=8
+    /// all GPUs reach each other. NCCL's settings may follow nccl and hierarchical, as in nccl+cluster-size=0+max-ctas=8
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]
     pub(crate) transport: TransportKind,
 
@@ -121,7 +121,7 @@ pub(crate) struct RunArguments {
     #[arg(long)]
     pub(crate) backward: bool,
 
-    /// Give the largest score of each query head too, over all ranks: of scores as the softmax sees them, without sinks
+    /// Give the largest score of each query head too, over all ranks, as the softmax sees scores, without sinks (for QK-clip)
     #[arg(long)]
     pub(crate) max_logits: bool,
 
@@ -138,9 +138,9 @@ pub(crate) struct RunArguments {
     #[arg(long)]
     pub(crate) deterministic: bool,
 
-    /// How communication is brought to run under computation: sequential, or concurrent, kernel-barrier or signals with any of
+    /// How communication overlaps computation: sequential, or concurrent, kernel-barrier or signals with any of
     /// +sm-margin=N (leave N workers free), +partition=N, +priority or +ordinary-priority, +single-connection, +copy-engine; one
-    /// for both passes, or forward=POLICY,backward=POLICY. auto: for each pass what is predicted to end first
+    /// for both passes, or forward=POLICY,backward=POLICY. auto: for each pass the policy that is predicted to end first
     #[arg(long, value_name = "POLICY", default_value = "auto", value_parser = overlap::of_passes)]
     pub(crate) overlap: PassOverlaps,
 
@@ -148,7 +148,7 @@ pub(crate) struct RunArguments {
     #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = value::seconds, allow_hyphen_values = true)]
     pub(crate) limit: Duration,
 
-    /// Imitate a slow link: so many microseconds a collective, so many gigabytes a second of each rank
+    /// Imitate a slow link: microseconds of each collective, gigabytes a second of each rank
     #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link, allow_hyphen_values = true)]
     pub(crate) slow_link: Option<SlowLink>,
 
@@ -156,7 +156,7 @@ pub(crate) struct RunArguments {
     #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link, allow_hyphen_values = true)]
     pub(crate) slow_network: Option<SlowLink>,
 
-    /// How rows cross between several nodes: once for a node and on inside it, or for every rank that needs them
+    /// How rows travel between nodes
     #[arg(long, value_enum, default_value_t = Exchange::TwoLevel)]
     pub(crate) exchange: Exchange,
 }

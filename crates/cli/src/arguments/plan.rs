@@ -39,7 +39,7 @@ pub(crate) struct PlanArguments {
     #[command(flatten)]
     pub(crate) shape: ShapeArguments,
 
-    /// Threads that plan side by side; the plan is the same for any number
+    /// Threads that plan; the plan is the same for any number
     #[arg(long, value_name = "N", default_value = "1", value_parser = value::threads, allow_hyphen_values = true)]
     pub(crate) planning_threads: usize,
 

@@ -61,7 +61,7 @@ pub(crate) struct SimulateAttentionArguments {
     #[command(flatten)]
     pub(crate) shape: ShapeArguments,
 
-    /// How communication is brought to run under computation; may be several, each for both passes or as
+    /// How communication overlaps computation; may be several, each for both passes or as
     /// forward=POLICY,backward=POLICY. auto: what is run by default, for each pass what is predicted to end first
     #[arg(
         long,
@@ -119,7 +119,7 @@ pub(crate) struct SimulateLinearArguments {
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = value::dtype())]
     pub(crate) dtype: DType,
 
-    /// A residual and an RMSNorm behind a row-parallel layer, which takes rows in the order in which their groups have travelled
+    /// Put a residual and an RMSNorm behind a row-parallel layer. The norm takes rows in the order in which their groups arrive
     #[arg(long)]
     pub(crate) rms_norm: bool,
 
@@ -127,7 +127,7 @@ pub(crate) struct SimulateLinearArguments {
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Option<PathBuf>,
 
-    /// How communication is brought to run under computation; may be several. auto: what is run by default
+    /// How communication overlaps computation; may be several. auto: what is run by default
     #[arg(
         long,
         value_name = "POLICIES",
@@ -156,7 +156,7 @@ Examples:
   counterpoint simulate moe --kind combine --tokens 4k --in-features 8k --out-features 4k \\
       --experts 64 --choices 4 --ep-size 16 --skew 1 --trace trace.json")]
 pub(crate) struct SimulateMoeArguments {
-    /// Which way tokens go
+    /// The layer
     #[arg(long, value_enum)]
     pub(crate) kind: ExpertKindArgument,
 
@@ -176,11 +176,11 @@ pub(crate) struct SimulateMoeArguments {
     #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) experts: usize,
 
-    /// Experts that a token chooses
+    /// Experts of each token (top-k)
     #[arg(long, value_name = "N", default_value = "2", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) choices: usize,
 
-    /// How unlike experts are in being chosen: popularity falls as one over the place to this power
+    /// How unevenly experts are chosen: the n-th most popular one in proportion to 1 / n^F; 0: evenly
     #[arg(long, value_name = "F", default_value = "0", allow_hyphen_values = true)]
     pub(crate) skew: f64,
 
@@ -196,7 +196,7 @@ pub(crate) struct SimulateMoeArguments {
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Option<PathBuf>,
 
-    /// How communication is brought to run under computation; may be several. auto: what is predicted to end first
+    /// How communication overlaps computation; may be several. auto: what is predicted to end first
     #[arg(
         long,
         value_name = "POLICIES",
@@ -213,9 +213,9 @@ pub(crate) struct SimulateMoeArguments {
 /// Which way tokens go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ExpertKindArgument {
-    /// To the experts
+    /// Tokens to their experts, then the product
     Dispatch,
-    /// Back from them
+    /// The product, then sums back to the tokens
     Combine,
 }
 
@@ -307,7 +307,7 @@ pub(crate) struct SimulateModelArguments {
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::groups, allow_hyphen_values = true)]
     pub(crate) groups: LayerGroups,
 
-    /// How communication is brought to run under computation; may be several.
+    /// How communication overlaps computation; may be several.
     #[arg(
         long,
         value_name = "POLICIES",

@@ -12,33 +12,33 @@ use super::value::{self, DispatchAsked};
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Planning")]
 pub struct PlanningArguments {
-    /// Rows of a chunk, the unit that is given to ranks; picked from the length and the number of ranks when left out
+    /// Rows of a chunk, the unit that ranks own [default: by the length and the number of ranks]
     #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
     pub chunk_size: Option<usize>,
 
-    /// How chunks are given to ranks. auto: of all, the one that is predicted to end a forward and a backward first on the kind of
-    /// device (never by a measurement, for it decides about bits); affinity on more than 256 ranks
+    /// How chunks are assigned to ranks. auto: the one that is predicted to end forward and backward first on this kind of device,
+    /// never by a measurement, because it decides bits; affinity on more than 256 ranks
     #[arg(long, value_name = "ALGORITHM", default_value = "auto", value_parser = value::dispatch())]
     pub dispatch: DispatchAsked,
 
-    /// How many stages the remote work is cut into, communication of one under computation of another; 0: all work at once, which
-    /// takes rows of other ranks as they arrive; one for both passes, or forward=N,backward=N
+    /// Stages of the remote work: one communicates while another computes. 0: all work at once, which takes rows of other ranks as
+    /// they arrive. One number for both passes, or forward=N,backward=N
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages, allow_hyphen_values = true)]
     pub stages: PassStages,
 
-    /// Whether queries that see many keys of other ranks may travel to these keys instead. auto: where both passes are predicted to take
-    /// 1 % less together, and one that takes longer 0.65 of what the other gains at most; where --dispatch is named by the machine's
-    /// profile, neither longer, and with --deterministic then never. Left out: auto with --dispatch auto on up to 256 ranks, else never
+    /// Query offload: whether queries that see many keys of other ranks travel to these keys. auto: where both passes together are predicted
+    /// to take 1 % less, and a pass that takes longer loses at most 0.65 of what the other gains. If --dispatch is named: where neither pass
+    /// takes longer by the machine's profile, and never with --deterministic [default: auto with --dispatch auto on up to 256 ranks, else never]
     #[arg(long, value_name = "WHEN", value_parser = value::query_exchange())]
     pub query_exchange: Option<QueryExchange>,
 
-    /// What ranks send each other of the gradients of keys and values before they are added in f32: accumulators, or elements of the
-    /// tensors' type, half the bytes of bf16's accumulators but rounded. With --deterministic always accumulators
+    /// The type in which partial gradients of keys and values travel to be added in f32: f32 accumulators, or elements of the tensors' type,
+    /// which are rounded, and half the bytes for bf16. With --deterministic always accumulators
     #[arg(long, value_name = "WHAT", default_value = "accumulators", value_parser = value::gradient_shares())]
     pub gradient_shares: GradientShares,
 
-    /// What the machine does, as `doctor --calibrate` writes it. Left out, `plan` and `simulate` take the built-in H200, and a run takes
-    /// on GPUs what was measured there and kept, if anything
+    /// The machine's measured profile, written by `doctor --calibrate`. Without it, `plan` and `simulate` take the built-in H200, and a run on
+    /// GPUs takes what was measured there, if anything
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
 }

@@ -5,9 +5,9 @@ use clap::ValueEnum;
 /// How rows cross between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Exchange {
-    /// Once for each node that needs them, then inside it; sums of gradients likewise, backwards
+    /// Once to each node that needs them, then inside it; sums of gradients the other way round
     TwoLevel,
-    /// For every rank that needs them
+    /// To every rank that needs them
     Flat,
 }
 

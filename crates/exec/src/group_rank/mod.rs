@@ -73,6 +73,8 @@ pub(crate) struct CallOrder<B: Backend> {
     pub(crate) fork: Option<B::Event>,
     /// Recorded where they end.
     pub(crate) joins: Vec<B::Event>,
+    /// Scratch memory of calls, not of Programs, that graphs of the caller use each time that they are replayed.
+    of_graphs: Vec<B::Buffer>,
 }
 
 /// The end of a call.
@@ -101,6 +103,19 @@ impl<B: Backend> CallOrder<B> {
         self.lanes[lane] = Some(CallEnd { on: on.clone(), ended: ended.clone(), overlaps });
     }
 
+    /// Scratch memory of a call that went into a graph of the caller stays: a larger tensor of its name would have other memory take its
+    /// place in the rank's, and the graph would write to what is another's by then.
+    pub(crate) fn keep_for_graphs<'a>(&mut self, backend: &B, memory: impl Iterator<Item = &'a B::Buffer>)
+    where
+        B: 'a,
+    {
+        for one in memory {
+            if !self.of_graphs.iter().any(|kept| backend.overlap(kept, one)) {
+                self.of_graphs.push(one.clone());
+            }
+        }
+    }
+
     /// Ends of the last calls, which whoever takes them waits for.
     pub(crate) fn take_ends(&mut self) -> Vec<B::Event> {
         self.lanes.iter_mut().filter_map(|lane| lane.take().map(|end| end.ended)).collect()
@@ -124,6 +139,7 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
                 captured: None,
                 fork: None,
                 joins: Vec::new(),
+                of_graphs: Vec::new(),
             }),
             events: Default::default(),
             lanes: AtomicUsize::new(1),
@@ -341,5 +357,35 @@ fn partition_of(policy: &OverlapPolicy) -> Option<usize> {
     match policy.workers {
         WorkerShare::Partition(workers) => Some(workers),
         WorkerShare::Common | WorkerShare::Margin(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_plan::DType;
+
+    use super::*;
+    use crate::{CpuBuffer, Group, WorldConfig};
+
+    #[test]
+    fn what_a_graph_uses_stays_when_the_scratch_memory_grows() {
+        let group = Group::local(1, WorldConfig::default()).unwrap();
+        let rank = &group.ranks()[0];
+        let dense = |rows: usize| {
+            let (name, shape) = ("dense dout".to_owned(), vec![rows, 3]);
+            rank.scratch(0, &BufferSpec { name, dtype: DType::F32, shape, role: BufferRole::Scratch })
+                .unwrap()
+        };
+        let keep = |memory: &CpuBuffer| {
+            rank.order().keep_for_graphs(rank.backend(), [memory].into_iter());
+            rank.order().of_graphs.len()
+        };
+        let first = dense(10);
+        // A shorter one is of the same memory, which is kept once.
+        assert_eq!([keep(&first), keep(&dense(4)), keep(&first)], [1, 1, 1]);
+        let larger = dense(100);
+        assert!(!rank.backend().overlap(&first, &larger));
+        assert_eq!(first.handles(), 2, "the rank has the memory of the first still");
+        assert_eq!(keep(&larger), 2);
     }
 }

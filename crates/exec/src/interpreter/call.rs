@@ -233,6 +233,8 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         }
         if backend.is_captured(&ended) {
             order.captured = Some((outer.clone(), ended.clone()));
+            let copies = self.read.iter().chain(&self.written).map(|(_, dense)| dense);
+            order.keep_for_graphs(backend, copies);
         } else {
             order.note_end(self.lane, outer, &ended, self.overlaps());
         }

@@ -255,11 +255,16 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         self.program.buffers.iter().any(|spec| given(spec.role) && spec.name == name)
     }
 
-    /// [`Prepared::bind`] for all ranks of a process, in their order.
+    /// [`Prepared::bind`] for all ranks of a process, in their order; nothing for no ranks.
     ///
     /// # Errors
-    /// The first of them.
+    /// [`ExecError::Tensor`] for another number of buffers than of ranks; the first of theirs.
     pub fn bind_ranks(ranks: &mut [Self], name: &str, buffers: &[B::Buffer]) -> Result<(), ExecError> {
+        if !ranks.is_empty() && buffers.len() != ranks.len() {
+            let (given, needed) =
+                (format!("{} buffers", buffers.len()), format!("the {} ranks here", ranks.len()));
+            return Err(ExecError::tensor(name, TensorFault::Count { given, needed }));
+        }
         ranks.iter_mut().zip(buffers).try_for_each(|(rank, buffer)| rank.bind(name, buffer.clone()))
     }
 

@@ -45,6 +45,14 @@ struct State {
     failure: Option<ExecError>,
 }
 
+impl State {
+    /// Nobody waits for the answer to this question any more, which may have come since.
+    fn forget(&mut self, id: u64) {
+        self.waits.remove(&id);
+        self.answers.remove(&id);
+    }
+}
+
 impl Connection {
     /// Takes over a connection that the store has let in, and starts the thread that listens to it.
     pub(super) fn open(
@@ -161,7 +169,7 @@ impl Connection {
                 },
             )
         });
-        self.state.update(|state| state.waits.remove(&id));
+        self.state.update(|state| state.forget(id));
         answer?.transpose()
     }
 
@@ -262,7 +270,7 @@ impl RemoteRanks for Connection {
         let answer = said
             .ok()
             .and_then(|()| self.state.wait_until(deadline, || false, |state| state.answers.remove(&id)));
-        self.state.update(|state| state.waits.remove(&id));
+        self.state.update(|state| state.forget(id));
         match answer {
             Some((Reply::Activity { activity, .. }, _)) => Some(activity),
             _ => None,

@@ -172,6 +172,44 @@ fn layers_are_what_they_are_alone() {
     }
 }
 
+/// Another number of tensors than of ranks is refused, and does not leave ranks with what they had.
+#[test]
+fn every_rank_has_its_tensor() {
+    let options = options(
+        LayerGradient::Deferred { into: None, limit: 1 },
+        Activations::Replicated,
+        false,
+        "sequential",
+    );
+    let group = Group::local(RANKS, WorldConfig::default()).unwrap();
+    let mut layers = SharedInputLinear::<CpuMachine>::new(
+        &group,
+        TOKENS,
+        FEATURES,
+        &OUTPUTS,
+        &options,
+        InputGradient::Summed,
+    )
+    .unwrap();
+    let weights: Vec<HostTensor> = OUTPUTS.iter().map(|&out| whole(&[out, FEATURES], 10)).collect();
+    layers.bind_weights(&layers.scatter_weights(&weights).unwrap(), &[]).unwrap();
+    let x = layers.scatter_input(&whole(&[TOKENS, FEATURES], 1)).unwrap();
+    layers.forward(&x).unwrap();
+    let dys: Vec<HostTensor> = OUTPUTS.iter().map(|&out| whole(&[TOKENS, out], 50)).collect();
+    let dys = layers.scatter_outputs(&dys).unwrap();
+    let words = "buffers for the 3 ranks here";
+    for fewer in [0, 1, RANKS - 1] {
+        let error = layers.forward(&x[..fewer].to_vec()).err().unwrap().to_string();
+        assert!(error.contains(&format!("{fewer} {words}")), "{error}");
+        let error = layers.backward(&x[..fewer].to_vec(), &dys).err().unwrap().to_string();
+        assert!(error.contains(&format!("{fewer} {words}")), "{error}");
+    }
+    // Nothing of it counts as a backward.
+    assert_eq!(layers.waiting(), 0);
+    layers.backward(&x, &dys).unwrap();
+    assert_eq!(layers.flush().unwrap().len(), 1);
+}
+
 /// The gradient of the input is summed over ranks once for all layers, and not at all where the caller does it.
 #[test]
 fn one_sum_serves_all_layers() {

@@ -4,7 +4,7 @@ use counterpoint_exec::{
     ExecError, ExpertLayer, ExpertPasses, Group, LayerCall, Machine, MemoryKeeper, Ticket,
 };
 
-use super::{CallerStream, Joined, lock};
+use super::{CallerStream, Joined};
 use crate::capture::Captures;
 use crate::experts::{ExpertCall, ExpertEngine, ExpertKey};
 use crate::linear::{self, LayerKey, LinearCall, LinearEngine, ReadyLayer, RunPass, WantedTensor};
@@ -29,7 +29,7 @@ where
             stay();
         }
         let callers: Option<Vec<_>> = streams.as_ref().map(|streams| streams.iter().collect());
-        let _one = lock(&self.calling);
+        let _one = self.calling.take();
         let tickets = enqueue(callers.as_deref());
         let called = tickets.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
         self.reported(called, keepers)

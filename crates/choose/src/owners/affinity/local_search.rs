@@ -19,7 +19,7 @@ const LEAST_GAIN: i64 = 100;
 /// By which part of an average chunk each piece costs more that ranks' rows are cut into: blocks end where pieces do.
 const PIECE: i64 = 16;
 
-/// What a step of work takes, in picoseconds: a forward, and a backward.
+/// What a step of work takes, in equal parts of a second: a forward, and a backward.
 #[derive(Clone, Debug)]
 pub(crate) struct Prices {
     /// Computing each chunk.
@@ -310,7 +310,7 @@ impl<'a> State<'a> {
         (self.loads.uneven, self.pieces) = (uneven, pieces);
     }
 
-    /// Picoseconds of the slowest rank, and a part of everybody's.
+    /// What the slowest rank takes, and a part of everybody's.
     fn seconds(&self) -> i64 {
         let slowest: i64 = self.heaviest.iter().map(|heaviest| heaviest[0]).sum();
         let Moved { sent, received } = self.links.moved();

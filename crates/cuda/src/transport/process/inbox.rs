@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use counterpoint_exec::collective::{Board, Collective, Listener, Pattern, Post};
 use counterpoint_exec::{ConnectionFault, ExecError, Mesh, RING_WORDS, Recipient, SharedRings, World};
@@ -85,8 +85,7 @@ impl Inbox {
             return Ok(known);
         }
         self.world.note_wait();
-        let deadline = Instant::now() + self.world.config().limit;
-        self.wait(Some(deadline), |seen| seen.bases.get(&(peer, number)).copied())
+        self.wait(Some(self.world.config().limit), |seen| seen.bases.get(&(peer, number)).copied())
     }
 
     /// Waits until all of `peers` have closed what this rank published, however long they have it.
@@ -99,19 +98,19 @@ impl Inbox {
         lock(&self.memory).clear();
     }
 
-    /// Waits until something has been seen; `None` at the deadline.
+    /// Waits until something has been seen; `None` at the limit.
     fn wait<T>(
         &self,
-        deadline: Option<Instant>,
+        limit: Option<Duration>,
         ready: impl Fn(&Seen) -> Option<T>,
     ) -> Result<Option<T>, ExecError> {
-        let mut seen = lock(&self.seen);
+        let (began, mut seen) = (Instant::now(), lock(&self.seen));
         loop {
             if let Some(found) = ready(&seen) {
                 return Ok(Some(found));
             }
             self.world.check()?;
-            if deadline.is_some_and(|deadline| Instant::now() > deadline) {
+            if limit.is_some_and(|limit| began.elapsed() > limit) {
                 return Ok(None);
             }
             seen = match self.changed.wait_timeout(seen, LOOK) {

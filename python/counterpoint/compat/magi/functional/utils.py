@@ -17,7 +17,14 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _weight(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """exp(part - whole), 0 where `part` has seen nothing."""
-    return torch.where(part == -torch.inf, 0.0, torch.exp(part - whole))
+    # Chosen before the exponential, whose derivative where both are -inf would be NaN.
+    return torch.exp(torch.where(part == -torch.inf, -torch.inf, part - whole))
+
+
+def _of_both(lse1: torch.Tensor, lse2: torch.Tensor) -> torch.Tensor:
+    """log(exp(lse1) + exp(lse2)), with derivatives also where neither has seen anything."""
+    is_nothing = (lse1 == -torch.inf) & (lse2 == -torch.inf)
+    return torch.where(is_nothing, -torch.inf, torch.logaddexp(lse1.masked_fill(is_nothing, 0.0), lse2))
 
 
 def _given(tensor: torch.Tensor, result: torch.Tensor, inplace: bool) -> torch.Tensor:
@@ -28,7 +35,7 @@ def correct_attn_lse(lse1: torch.Tensor, lse2: torch.Tensor, inplace: bool = Fal
     """The log-sum-exp of both sets of keys."""
     if lse1.dtype != lse2.dtype:
         raise AssertionError(f"lse1 is {lse1.dtype}, and lse2 {lse2.dtype}")
-    return _given(lse1, torch.logaddexp(_wide(lse1), _wide(lse2)), inplace)
+    return _given(lse1, _of_both(_wide(lse1), _wide(lse2)), inplace)
 
 
 def correct_attn_out(
@@ -55,7 +62,7 @@ def correct_attn_out_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp over both sets of keys."""
     first, second = _wide(lse1), _wide(lse2)
-    lse = torch.logaddexp(first, second)
+    lse = _of_both(first, second)
     out = out1 * _weight(first, lse).unsqueeze(-1) + out2 * _weight(second, lse).unsqueeze(-1)
     return _given(out1, out, inplace), _given(lse1, lse, inplace)
 
@@ -101,5 +108,5 @@ def correct_attn_out_lse_with_sink(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp over keys and sinks, of those over keys."""
     wide = _wide(lse)
-    whole = torch.logaddexp(wide, _lse_of_sink(sink, lse.shape[0], sink_layout).to(wide.dtype))
+    whole = _of_both(wide, _lse_of_sink(sink, lse.shape[0], sink_layout).to(wide.dtype))
     return _given(out, out * _weight(wide, whole).unsqueeze(-1), inplace), _given(lse, whole, inplace)
