@@ -172,11 +172,12 @@ fn a_fresh_routing_is_a_few_copies_and_no_memory() {
         return;
     }
     let repetitions: u64 = std::env::var("REPETITIONS").map_or(6, |text| text.parse().unwrap());
-    // For a profiler, which follows one process: its ranks alone.
-    let only: Option<usize> = std::env::var("RANKS").ok().map(|text| text.parse().unwrap());
+    // For a profiler, which follows one process: its ranks alone; or so many processes.
+    let of = |name: &str| -> Option<usize> { std::env::var(name).ok().map(|text| text.parse().unwrap()) };
+    let (only, processes) = (of("RANKS"), of("PROCESSES"));
     for (start, groups) in [(StartOrder::Sequential, 1), (StartOrder::Concurrent, 1)] {
         for (ranks, uploads) in [(1, [1, 2, 1, 2]), (2, [6, 6, 6, 10])] {
-            if only.is_some_and(|only| only != ranks) {
+            if processes.is_some() || only.is_some_and(|only| only != ranks) {
                 continue;
             }
             let machine = CudaMachine::for_ranks(ranks, Timing::Off).unwrap();
@@ -189,7 +190,8 @@ fn a_fresh_routing_is_a_few_copies_and_no_memory() {
             }
             group.close().unwrap();
         }
-        for ranks in [2, 4].into_iter().filter(|_| only.is_none()) {
+        let wanted = |ranks: &usize| only.is_none() && processes.is_none_or(|processes| processes == *ranks);
+        for ranks in [2, 4].into_iter().filter(wanted) {
             let steps = on_processes(ranks, TransportKind::Auto, |_, group| -> Vec<Taken> {
                 (0..repetitions).map(|seed| step(group, &routing(ranks, seed), start, groups)).collect()
             });

@@ -93,8 +93,15 @@ fn main() -> Result<(), Box<dyn Error>> {
                         LayerCall::Forward => lower_expert_forward(plan, 0, policy),
                         _ => lower_expert_backward(plan, 0, gradient, policy),
                     };
-                    let rows =
-                        least(&routings, |routing| plan(&Arc::new(Routing::clone(routing))).rows_of(0));
+                    let find = |routing: &Arc<Routing>| {
+                        let plan = plan(&Arc::new(Routing::clone(routing)));
+                        let rows = plan.rows_of(0);
+                        let gives = (kind == ExpertKind::Combine) == (call == LayerCall::Forward);
+                        let arriving = (!gives || kind == ExpertKind::Dispatch)
+                            .then(|| plan.arriving(&rows).tokens.len());
+                        (arriving, gives.then(|| plan.leaving(&rows).to.len()))
+                    };
+                    let rows = least(&routings, find);
                     let lowering = least(&routings, |routing| lower(&plan(routing)));
                     let programs: Vec<_> = routings.iter().map(|routing| lower(&plan(routing))).collect();
                     let mut all = programs.iter();

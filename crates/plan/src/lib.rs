@@ -47,8 +47,8 @@ pub use division::{Division, Owners};
 pub use error::{LinearBound, LinearField, PlanError};
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use experts::{
-    ExpertCapacity, ExpertGroups, ExpertKind, ExpertPlan, ExpertRow, ExpertRows, ExpertSpec, GroupRows,
-    RandomRouting, Routing, RoutingError,
+    ArrivingGroup, ArrivingRows, ExpertCapacity, ExpertGroups, ExpertKind, ExpertPlan, ExpertRows,
+    ExpertSpec, LeavingGroup, LeavingRows, RandomRouting, Routing, RoutingError, TokenRun,
 };
 pub use fingerprint::Fingerprint;
 pub use gemm_collective::GemmCollective;

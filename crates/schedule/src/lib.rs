@@ -45,8 +45,8 @@ pub use program::{
     AttentionState, BarrierId, BufferId, BufferRole, BufferSpec, ColumnMax, ColumnSum, Delivery, EventId,
     ExpertRowsOf, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, GroupedLaunch,
     GroupedProblem, GroupedResults, GroupedRows, KeyBlocks, MaxLogits, Op, Program, ProgramOp, ReduceOp,
-    RmsNorm, RmsNormBackward, RowArrivals, RowBlock, RowsOrigin, SignalId, StreamId, StreamKind, StreamSpec,
-    UserKernel, UserPart, WaveGemm,
+    RmsNorm, RmsNormBackward, RowArrivals, RowBlock, RowBlocks, RowList, RowNumbers, RowPiece, RowRanges,
+    RowsOrigin, SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Interval, Overlap, Span, SpanKind, Timeline, interval_length, merged_intervals};

@@ -7,7 +7,7 @@ use counterpoint_mask::Band;
 
 use crate::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm,
-    GemmLayout, GroupedLaunch, GroupedResults, Op, Program, ProgramOp, RowBlock, WaveGemm,
+    GemmLayout, GroupedLaunch, GroupedResults, Op, Program, ProgramOp, RowBlocks, WaveGemm,
 };
 
 /// Of a computation, the part that needs no rows that arrive while it runs.
@@ -101,8 +101,8 @@ fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
         // It splits its sums as the whole product does.
         Some(columns) => {
             let all = match gemm.layout {
-                GemmLayout::Nt => gemm.b.iter().map(|block| block.rows.len()).sum(),
-                GemmLayout::Nn | GemmLayout::Tn => program.buffers[gemm.b[0].buffer.0].shape[1],
+                GemmLayout::Nt => gemm.b.count(),
+                GemmLayout::Nn | GemmLayout::Tn => program.buffers[gemm.b.pieces()[0].buffer.0].shape[1],
             };
             cost.columns_done_seconds(ProblemSize { n: all, ..size }, columns.len())
         }
@@ -149,14 +149,12 @@ fn copied_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
         let bytes = 2 * rows * buffer.row_elements() * buffer.dtype.size();
         if is_copied { cost.launch_seconds + bytes as f64 / cost.memory_bytes_per_second } else { 0.0 }
     };
-    let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
-    let read = [&gemm.a, &gemm.b].map(|blocks| match blocks.first() {
-        Some(block) => copy(blocks.len(), rows(blocks), block.buffer),
+    let read = [&gemm.a, &gemm.b].map(|blocks| match blocks.pieces().first() {
+        Some(piece) => copy(blocks.iter().count(), blocks.count(), piece.buffer),
         None => 0.0,
     });
-    let stored = gemm.out_rows.iter().map(|rows| rows.len()).sum();
     let ways = if gemm.accumulate == Accumulate::Continue { 2.0 } else { 1.0 };
-    read.iter().sum::<f64>() + ways * copy(gemm.out_rows.len(), stored, gemm.out)
+    read.iter().sum::<f64>() + ways * copy(gemm.out_rows.iter().count(), gemm.out_rows.count(), gemm.out)
 }
 
 /// What grouped GEMMs take in a pass that overlaps them with something, of what they take alone with the workers that are left: where rows
@@ -194,14 +192,17 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
                 let k: usize = sizes.iter().map(|size| size.k).sum();
                 for blocks in [&products[0].a, &products[0].b] {
                     // Of one operand the ends of problems alone.
-                    let rows =
-                        if blocks.len() > 1 { k } else { products.len() * GroupedLaunch::HALF_ROWS / 2 };
-                    seconds += blocks.first().map_or(0.0, |block| copied(rows, block.buffer, 2.0));
+                    let rows = if blocks.iter().nth(1).is_some() {
+                        k
+                    } else {
+                        products.len() * GroupedLaunch::HALF_ROWS / 2
+                    };
+                    seconds += blocks.pieces().first().map_or(0.0, |piece| copied(rows, piece.buffer, 2.0));
                 }
                 sizes.iter().map(|size| (half_tiles(size.m), size.k)).collect()
             }
             GemmLayout::Nt | GemmLayout::Nn => {
-                let source = products[0].a.first().map(|block| block.buffer);
+                let source = products[0].a.pieces().first().map(|piece| piece.buffer);
                 if launch.gathers {
                     seconds += source.map_or(0.0, |source| copied(launch.rows(), source, 2.0));
                 }
@@ -261,11 +262,10 @@ pub(crate) fn part_seconds(
 
 fn product_size(program: &Program, gemm: &Gemm) -> ProblemSize {
     let shape = |id: BufferId| &program.buffers[id.0].shape;
-    let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
-    let columns = |blocks: &[RowBlock]| blocks.first().map_or(0, |block| shape(block.buffer)[1]);
+    let columns = |rows: &RowBlocks| rows.pieces().first().map_or(0, |piece| shape(piece.buffer)[1]);
     let (m, k) = match gemm.layout {
-        GemmLayout::Nt | GemmLayout::Nn => (rows(&gemm.a), columns(&gemm.a)),
-        GemmLayout::Tn => (columns(&gemm.a), rows(&gemm.a)),
+        GemmLayout::Nt | GemmLayout::Nn => (gemm.a.count(), columns(&gemm.a)),
+        GemmLayout::Tn => (columns(&gemm.a), gemm.a.count()),
     };
     ProblemSize { m, n: shape(gemm.out)[1], k }
 }

@@ -119,10 +119,10 @@ fn product_before() -> (usize, Op) {
     let block = |buffer| vec![RowBlock { buffer: BufferId(buffer), rows }];
     let gemm = Gemm {
         layout: GemmLayout::Nt,
-        a: block(1),
-        b: block(2),
+        a: block(1).into(),
+        b: block(2).into(),
         out: BufferId(7),
-        out_rows: vec![rows],
+        out_rows: vec![rows].into(),
         pass_rows: ROWS,
         columns: None,
         bias: None,

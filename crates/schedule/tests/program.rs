@@ -219,10 +219,10 @@ fn fused_products_are_alone() {
         let Op::GroupCast(cast) = swap(rank, 0, 1, None) else { unreachable!() };
         let gemm = Gemm {
             layout: GemmLayout::Nt,
-            a: block(1, ROWS),
-            b: block(0, ROWS),
+            a: block(1, ROWS).into(),
+            b: block(0, ROWS).into(),
             out: BufferId(2),
-            out_rows: vec![Range::new(0, ROWS)],
+            out_rows: vec![Range::new(0, ROWS)].into(),
             pass_rows: ROWS,
             columns: None,
             bias: None,
@@ -316,10 +316,10 @@ fn groups_travel_while_the_rest_is_computed() {
     let block = |rows| vec![RowBlock { buffer: BufferId(0), rows: Range::new(0, rows) }];
     let group = |out| Gemm {
         layout: GemmLayout::Nt,
-        a: block(ROWS),
-        b: block(1),
+        a: block(ROWS).into(),
+        b: block(1).into(),
         out: BufferId(out),
-        out_rows: vec![Range::new(0, ROWS)],
+        out_rows: vec![Range::new(0, ROWS)].into(),
         pass_rows: 2 * ROWS,
         columns: None,
         bias: None,
@@ -360,10 +360,10 @@ fn groups_are_multiplied_as_they_arrive() {
     // Own rows are 0, groups come into 1 and 2, the second operand is 3 and the result 4.
     let group = |from: usize, at: usize| Gemm {
         layout: GemmLayout::Nt,
-        a: vec![RowBlock { buffer: BufferId(from), rows: Range::new(0, 10) }],
-        b: vec![RowBlock { buffer: BufferId(3), rows: Range::new(0, 1) }],
+        a: vec![RowBlock { buffer: BufferId(from), rows: Range::new(0, 10) }].into(),
+        b: vec![RowBlock { buffer: BufferId(3), rows: Range::new(0, 1) }].into(),
         out: BufferId(4),
-        out_rows: vec![Range::new(at, at + 10)],
+        out_rows: vec![Range::new(at, at + 10)].into(),
         pass_rows: 30,
         columns: None,
         bias: None,

@@ -42,10 +42,10 @@ fn backward(rank: usize, layers: usize, on_one_stream: bool) -> Program {
         let block = |buffer, rows: usize| vec![RowBlock { buffer, rows: Range::new(0, rows) }];
         Op::Gemm(Gemm {
             layout: GemmLayout::Nt,
-            a: block(out, rows),
-            b: block(weight, 1),
+            a: block(out, rows).into(),
+            b: block(weight, 1).into(),
             out,
-            out_rows: vec![Range::new(0, rows)],
+            out_rows: vec![Range::new(0, rows)].into(),
             pass_rows: rows,
             columns: None,
             bias: None,

@@ -2,7 +2,7 @@
 
 use counterpoint_exec::ExecError;
 use counterpoint_schedule::{
-    self as schedule, Accumulate, BufferId, GemmLayout, RowArrivals, RowBlock, SignalId,
+    self as schedule, Accumulate, BufferId, GemmLayout, RowArrivals, RowBlock, RowBlocks, SignalId,
 };
 
 use super::CudaBuffer;
@@ -61,8 +61,8 @@ impl Arriving {
         };
         let number = |tensor: usize| order.iter().position(|&(of, _)| of == tensor).unwrap_or(0);
         let renumbered = |rows: &GemmRows| GemmRows { tensor: number(rows.tensor), ..*rows };
-        let element = prepare.element(first.a[0].buffer)?;
-        let k = prepare.spec(first.a[0].buffer).row_elements();
+        let element = prepare.element(first.a.pieces()[0].buffer)?;
+        let k = prepare.spec(first.a.pieces()[0].buffer).row_elements();
         let epilogue = if first.bias.is_some() { GemmEpilogue::StoreBias } else { GemmEpilogue::Store };
         let spec = GemmSpec {
             output: scalar,
@@ -119,12 +119,12 @@ impl Arriving {
 }
 
 /// The rows of all products' first operands in the order of the result's rows; `None` where the products leave some of these out.
-fn in_order_of_result(groups: &[schedule::Gemm], rows: usize) -> Option<Vec<RowBlock>> {
+fn in_order_of_result(groups: &[schedule::Gemm], rows: usize) -> Option<RowBlocks> {
     let mut pieces: Vec<(usize, RowBlock)> = Vec::new();
     for gemm in groups {
-        let mut blocks = gemm.a.iter().copied();
+        let mut blocks = gemm.a.iter();
         let mut block = blocks.next()?;
-        for out in &gemm.out_rows {
+        for out in gemm.out_rows.iter() {
             let mut row = out.start;
             while row < out.end {
                 if block.rows.is_empty() {
@@ -154,14 +154,14 @@ fn in_order_of_result(groups: &[schedule::Gemm], rows: usize) -> Option<Vec<RowB
 /// Tensors, by the number that they have where operands are put together from `blocks`, in the order in which they arrive, each with the value of
 /// the signal from which on it is there; `None` where one comes in parts.
 fn order_of_arrival(
-    blocks: &[RowBlock],
+    blocks: &RowBlocks,
     groups: &[schedule::Gemm],
     values: &[u64],
 ) -> Option<Vec<(usize, u64)>> {
-    let (tensors, _) = super::matrix_rows::tensors_of(blocks);
+    let (tensors, _) = super::matrix_rows::tensors_of(blocks.iter());
     let mut order = Vec::with_capacity(tensors.len());
     for (number, tensor) in tensors.iter().enumerate() {
-        let reads = |gemm: &schedule::Gemm| gemm.a.iter().any(|block| block.buffer == *tensor);
+        let reads = |gemm: &schedule::Gemm| gemm.a.pieces().iter().any(|piece| piece.buffer == *tensor);
         let of = groups.iter().zip(values).filter(|(gemm, _)| reads(gemm)).map(|(_, value)| *value);
         let (least, most) = (of.clone().min()?, of.max()?);
         if least != most {
@@ -190,7 +190,7 @@ mod tests {
                     rows: Range::new(start, end),
                 })
                 .collect(),
-            b: Vec::new(),
+            b: RowBlocks::default(),
             out: BufferId(3),
             out_rows: out.iter().map(|&[start, end]| Range::new(start, end)).collect(),
             pass_rows: 30,
@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn a_tensor_that_comes_in_parts_is_none_that_a_kernel_waits_for() {
         let mut groups = groups();
-        groups[2].a.iter_mut().for_each(|block| block.buffer = BufferId(1));
+        groups[2].a = groups[2].a.iter().map(|block| RowBlock { buffer: BufferId(1), ..block }).collect();
         let blocks = in_order_of_result(&groups, 30).unwrap();
         assert_eq!(order_of_arrival(&blocks, &groups, &[0, 1, 2]), None);
         assert!(order_of_arrival(&blocks, &groups, &[0, 1, 1]).is_some());

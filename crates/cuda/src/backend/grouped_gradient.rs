@@ -4,15 +4,17 @@ use std::sync::Arc;
 
 use counterpoint_exec::{ExecError, OperationFault};
 use counterpoint_mask::Range;
-use counterpoint_schedule::{Accumulate, BufferId, Gemm, RowBlock, WaveGemm};
+use counterpoint_schedule::{
+    Accumulate, BufferId, Gemm, RowBlock, RowBlocks, RowNumbers, RowPiece, WaveGemm,
+};
 
 use super::CudaBuffer;
 use super::compute::Prepare;
-use super::grouped::{GATHERED, GATHERED_TOO, GatheredRows, add_step};
+use super::grouped::{GATHERED, GATHERED_TOO, GatheredRows};
 use super::row_lists::{ListKey, buffers_of};
 use crate::kernel::{
     GemmLayout, GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemKBlock, ProblemRows,
-    RowCopy, RowStep,
+    RowCopy, RowGather,
 };
 use crate::{CudaError, Stream};
 
@@ -46,11 +48,11 @@ impl Gradients {
     ) -> Result<Option<Self>, ExecError> {
         let first = &products[0];
         let columns = |id: BufferId| prepare.spec(id).row_elements();
-        let (element, output) = (prepare.element(first.a[0].buffer)?, prepare.scalar(first.out)?);
-        let (m, n) = (columns(first.a[0].buffer), columns(first.out));
-        let strides = [m, columns(first.b[0].buffer), n];
+        let (element, output) = (prepare.element(first.a.pieces()[0].buffer)?, prepare.scalar(first.out)?);
+        let (m, n) = (columns(first.a.pieces()[0].buffer), columns(first.out));
+        let strides = [m, columns(first.b.pieces()[0].buffer), n];
         let plain = |gemm: &Gemm| {
-            gemm.out_rows.len() == 1 && gemm.bias.is_none() && gemm.accumulate == first.accumulate
+            gemm.out_rows.only().is_some() && gemm.bias.is_none() && gemm.accumulate == first.accumulate
         };
         if !prepare.setup().device().arch().is_hopper()
             || !GroupedGemmSpec::takes(GemmLayout::Tn, strides, 0, element, output)
@@ -58,11 +60,11 @@ impl Gradients {
         {
             return Ok(None);
         }
-        let a: Vec<_> = products.iter().map(|gemm| gemm.a.as_slice()).collect();
-        let b: Vec<_> = products.iter().map(|gemm| gemm.b.as_slice()).collect();
+        let a: Vec<_> = products.iter().map(|gemm| &gemm.a).collect();
+        let b: Vec<_> = products.iter().map(|gemm| &gemm.b).collect();
         let (a_blocks, b_blocks) = (prepare.blocks(op, &a)?, prepare.blocks(op, &b)?);
         let problem = |(index, gemm): (usize, &Gemm)| {
-            let to = gemm.out_rows[0];
+            let to = gemm.out_rows.only().unwrap_or_default();
             let rows = vec![ProblemRows { source: 0, first: 0, to: to.start, count: to.len() }];
             let places = a_blocks.places[index].iter().zip(&b_blocks.places[index]);
             let k_blocks = places.map(|(&a, &b)| ProblemKBlock { a, b }).collect();
@@ -104,9 +106,9 @@ impl Operand {
         prepare: &mut Prepare<'_>,
         name: &str,
         blocks: &PlacedBlocks,
-        problems: &[&[RowBlock]],
+        problems: &[&RowBlocks],
     ) -> Result<Self, ExecError> {
-        let tensors = blocks.buffers(problems);
+        let tensors = buffers_of(problems.iter().copied());
         let buffer = blocks.in_place.then_some(tensors[0]);
         let copied = match &blocks.copy {
             None => None,
@@ -135,30 +137,21 @@ struct PlacedBlocks {
     in_place: bool,
     /// Of every problem, each block's tensor and first row.
     places: Vec<Vec<(usize, usize)>>,
-    /// Buffers that rows lie in.
-    buffers: usize,
     /// What copies rows, and to how many, which are another tensor.
     copy: Option<Arc<RowCopy>>,
     copied_rows: usize,
 }
 
-impl PlacedBlocks {
-    /// The buffers that rows of the problems lie in.
-    fn buffers(&self, problems: &[&[RowBlock]]) -> Vec<BufferId> {
-        buffers_of(problems.iter().copied(), Some(self.buffers))
-    }
-}
-
 impl Prepare<'_> {
     /// Those of an operand of an operation. Tokens are in the same blocks in other passes of their routing.
-    fn blocks(&self, op: &WaveGemm, problems: &[&[RowBlock]]) -> Result<Arc<PlacedBlocks>, ExecError> {
-        let first = problems[0][0].buffer;
+    fn blocks(&self, op: &WaveGemm, problems: &[&RowBlocks]) -> Result<Arc<PlacedBlocks>, ExecError> {
+        let first = problems[0].pieces()[0].buffer;
         let (scalar, columns) = (self.scalar(first)?, self.spec(first).row_elements());
         let place = |blocks: Blocks| -> Result<PlacedBlocks, CudaError> {
-            let Blocks { buffer, places, tensors, steps, copied_rows } = blocks;
-            let copy = (copied_rows > 0).then(|| GatheredRows::copy_of(self, (scalar, columns), &steps));
+            let Blocks { buffer, places, gathers, copied_rows, .. } = blocks;
+            let copy = (copied_rows > 0).then(|| GatheredRows::copy_of(self, (scalar, columns), &gathers));
             let (copy, in_place) = (copy.transpose()?, buffer.is_some());
-            Ok(PlacedBlocks { in_place, places, buffers: tensors.len(), copy, copied_rows })
+            Ok(PlacedBlocks { in_place, places, copy, copied_rows })
         };
         if let Some((all, buffer)) = all_together(problems) {
             let placed = place(Blocks::in_place(&all, (buffer, self.spec(buffer).rows())));
@@ -170,9 +163,9 @@ impl Prepare<'_> {
     }
 
     /// Rows of the blocks' tensors.
-    fn tensor_rows(&self, blocks: &PlacedBlocks, problems: &[&[RowBlock]]) -> Vec<usize> {
+    fn tensor_rows(&self, blocks: &PlacedBlocks, problems: &[&RowBlocks]) -> Vec<usize> {
         let copied = Some(blocks.copied_rows).filter(|rows| *rows > 0);
-        let in_place = blocks.in_place.then(|| self.spec(problems[0][0].buffer).rows());
+        let in_place = blocks.in_place.then(|| self.spec(problems[0].pieces()[0].buffer).rows());
         in_place.into_iter().chain(copied).collect()
     }
 }
@@ -185,7 +178,7 @@ struct Blocks {
     places: Vec<Vec<(usize, usize)>>,
     /// What is copied: from where, which rows, and to how many, which are another tensor.
     tensors: Vec<BufferId>,
-    steps: Vec<RowStep>,
+    gathers: Vec<RowGather>,
     copied_rows: usize,
 }
 
@@ -199,9 +192,8 @@ impl Blocks {
     }
 
     /// Those of problems whose rows are copied, of each the rows of these blocks one after the other.
-    fn copied(problems: &[&[RowBlock]]) -> Self {
+    fn copied(problems: &[&RowBlocks]) -> Self {
         let mut blocks = Self::new(None, Vec::new());
-        blocks.steps.reserve(problems.iter().map(|of_problem| of_problem.len() + 1).sum());
         problems.iter().for_each(|of_problem| blocks.add_copied(of_problem));
         blocks.place_zeros();
         blocks
@@ -210,11 +202,11 @@ impl Blocks {
     /// Zeros come from behind all tensors, whose number nobody knew before.
     fn place_zeros(&mut self) {
         let behind = self.tensors.len() as u32;
-        self.steps.iter_mut().filter(|step| step.peer == ZEROS).for_each(|step| step.peer = behind);
+        self.gathers.iter_mut().filter(|rows| rows.peer == ZEROS).for_each(|zeros| zeros.peer = behind);
     }
 
     fn new(buffer: Option<(BufferId, usize)>, tensors: Vec<BufferId>) -> Self {
-        Self { buffer, places: Vec::new(), tensors, steps: Vec::new(), copied_rows: 0 }
+        Self { buffer, places: Vec::new(), tensors, gathers: Vec::new(), copied_rows: 0 }
     }
 
     /// A problem's rows as they lie; a last block that others follow is copied.
@@ -225,18 +217,18 @@ impl Blocks {
         let mut places: Vec<_> = (first..first + whole).step_by(BLOCK).map(|row| (0, row)).collect();
         if whole < count {
             places.push((1, self.copied_rows));
-            self.copy(0, Range::new(first + whole, end));
+            self.copy(0, RowNumbers::Range(Range::new(first + whole, end)));
             self.end_copy();
         }
         self.places.push(places);
     }
 
     /// A problem's rows in the copy.
-    fn add_copied(&mut self, blocks: &[RowBlock]) {
+    fn add_copied(&mut self, rows: &RowBlocks) {
         let begin = self.copied_rows;
-        for of_tensor in blocks.chunk_by(|one, next| one.buffer == next.buffer) {
-            let tensor = self.tensor(of_tensor[0].buffer) as u32;
-            of_tensor.iter().for_each(|block| self.copy(tensor, block.rows));
+        for RowPiece { buffer, rows } in rows.pieces() {
+            let tensor = self.tensor(*buffer) as u32;
+            self.copy(tensor, rows.clone());
         }
         self.places.push((begin..self.copied_rows).step_by(BLOCK).map(|row| (0, row)).collect());
         self.end_copy();
@@ -246,7 +238,7 @@ impl Blocks {
     fn end_copy(&mut self) {
         let zeros = self.copied_rows.next_multiple_of(BLOCK) - self.copied_rows;
         if zeros > 0 {
-            self.copy(ZEROS, Range::new(0, zeros));
+            self.copy(ZEROS, RowNumbers::Range(Range::new(0, zeros)));
         }
     }
 
@@ -258,43 +250,41 @@ impl Blocks {
         })
     }
 
-    #[inline]
-    fn copy(&mut self, peer: u32, from: Range) {
-        let (to, count) = (self.copied_rows as u32, from.len() as u32);
-        add_step(&mut self.steps, RowStep { peer, from: from.start as u32, to, count });
-        self.copied_rows += from.len();
+    fn copy(&mut self, peer: u32, rows: RowNumbers) {
+        let (to, count) = (self.copied_rows as u32, rows.count());
+        self.gathers.push(RowGather { peer, rows, to });
+        self.copied_rows += count;
     }
 }
 
 /// The rows of each problem where they lie together, in the same buffer all, and that buffer.
-fn all_together(problems: &[&[RowBlock]]) -> Option<(Vec<RowBlock>, BufferId)> {
-    let all: Vec<RowBlock> = problems.iter().map(|blocks| together(blocks)).collect::<Option<_>>()?;
+fn all_together(problems: &[&RowBlocks]) -> Option<(Vec<RowBlock>, BufferId)> {
+    let all: Vec<RowBlock> = problems.iter().map(|rows| rows.together()).collect::<Option<_>>()?;
     let buffer = all.first()?.buffer;
     all.iter().all(|of| of.buffer == buffer).then_some((all, buffer))
-}
-
-/// Blocks that follow each other, as one; `None` where they do not.
-fn together(blocks: &[RowBlock]) -> Option<RowBlock> {
-    let (first, last) = (blocks.first()?, blocks.last()?);
-    let follows =
-        |pair: &[RowBlock]| pair[0].buffer == pair[1].buffer && pair[0].rows.end == pair[1].rows.start;
-    let rows = Range { start: first.rows.start, end: last.rows.end };
-    blocks.windows(2).all(follows).then_some(RowBlock { buffer: first.buffer, rows })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernel::{RowStep, RowSteps};
 
     fn block(buffer: usize, start: usize, end: usize) -> RowBlock {
         RowBlock { buffer: BufferId(buffer), rows: Range::new(start, end) }
     }
 
+    fn steps(blocks: &Blocks) -> Vec<RowStep> {
+        let mut steps = Vec::new();
+        blocks.gathers.each(|some| steps.extend_from_slice(some));
+        steps
+    }
+
     /// Experts of 100, 64, 3 and 70 rows of a buffer of 237.
     #[test]
     fn rows_stay_where_they_are_but_for_the_ends_of_problems() {
-        let problems = [[block(5, 0, 100)], [block(5, 100, 164)], [block(5, 164, 167)], [block(5, 167, 237)]];
-        let problems: Vec<&[RowBlock]> = problems.iter().map(|blocks| &blocks[..]).collect();
+        let problems = [block(5, 0, 100), block(5, 100, 164), block(5, 164, 167), block(5, 167, 237)];
+        let problems = problems.map(|block| RowBlocks::from(vec![block]));
+        let problems: Vec<&RowBlocks> = problems.iter().collect();
         let (all, buffer) = all_together(&problems).unwrap();
         let blocks = Blocks::in_place(&all, (buffer, 237));
         let wanted: [&[(usize, usize)]; 4] =
@@ -302,20 +292,21 @@ mod tests {
         assert_eq!(blocks.places, wanted);
         let step = |peer, from, to, count| RowStep { peer, from, to, count };
         let wanted = [step(0, 64, 0, 36), step(1, 0, 36, 28), step(0, 164, 64, 3), step(1, 0, 67, 61)];
-        assert_eq!(blocks.steps, wanted);
+        assert_eq!(steps(&blocks), wanted);
         assert_eq!((blocks.buffer, blocks.copied_rows), (Some((BufferId(5), 237)), 128));
     }
 
     #[test]
     fn rows_that_come_one_by_one_are_copied_with_zeros_behind_each_problem() {
-        let first: Vec<RowBlock> = (0..70).map(|row| block(row % 2, 3 * row, 3 * row + 1)).collect();
-        let second = [block(1, 300, 364)];
+        let first: RowBlocks = (0..70).map(|row| block(row % 2, 3 * row, 3 * row + 1)).collect();
+        let second = RowBlocks::from(vec![block(1, 300, 364)]);
         assert!(all_together(&[&first, &second]).is_none());
         let blocks = Blocks::copied(&[&first, &second]);
         assert_eq!(blocks.buffer, None);
         assert_eq!(blocks.places, [vec![(0, 0), (0, 64)], vec![(0, 128)]]);
-        assert_eq!((blocks.steps.len(), blocks.copied_rows), (72, 192));
+        let steps = steps(&blocks);
+        assert_eq!((steps.len(), blocks.copied_rows), (72, 192));
         let zeros = RowStep { peer: 2, from: 0, to: 70, count: 58 };
-        assert_eq!((blocks.steps[70], blocks.steps[71].to, blocks.steps[71].count), (zeros, 128, 64));
+        assert_eq!((steps[70], steps[71].to, steps[71].count), (zeros, 128, 64));
     }
 }

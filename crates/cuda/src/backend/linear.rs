@@ -48,17 +48,18 @@ pub(super) struct RowSegment {
 
 impl Product {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::Gemm) -> Result<Self, ExecError> {
-        let element = prepare.element(op.a[0].buffer)?;
+        let element = prepare.element(op.a.pieces()[0].buffer)?;
         let layout = prepare.gemm_layout(op.layout);
         let rows_are_k = layout == GemmLayout::Tn;
-        let m = op.out_rows.iter().map(Range::len).sum();
+        let m = op.out_rows.count();
+        let out_rows: Vec<Range> = op.out_rows.iter().collect();
         let a = SourceRows::new(prepare, &op.a, |rows| match rows_are_k {
             true => GemmRows::can_be_k(rows),
             false => !schedule::Gemm::copies_rows(rows.len(), m),
         })?;
         let b = SourceRows::new(prepare, &op.b, |rows| rows.len() == 1)?;
         let n = prepare.spec(op.out).row_elements();
-        let k = if rows_are_k { a.count() } else { prepare.spec(op.a[0].buffer).row_elements() };
+        let k = if rows_are_k { a.count() } else { prepare.spec(op.a.pieces()[0].buffer).row_elements() };
         let epilogue = match (op.bias, op.accumulate) {
             (None, Accumulate::Start) => GemmEpilogue::Store,
             (Some(_), Accumulate::Start) => GemmEpilogue::StoreBias,
@@ -67,13 +68,13 @@ impl Product {
                 return Err(prepare.error(OperationFault::BiasOfAccumulated));
             }
         };
-        let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, |rows| {
+        let out = ResultRows::new(prepare, op.out, &out_rows, op.accumulate, |rows| {
             if rows_are_k { columns_fit(rows) } else { !schedule::Gemm::copies_rows(rows.len(), m) }
         })?;
         let (pass_columns, first_column) = match op.columns {
             None => (n, 0),
             Some(columns) if layout == GemmLayout::Nt => (b.count(), columns.start),
-            Some(columns) => (prepare.spec(op.b[0].buffer).row_elements(), columns.start),
+            Some(columns) => (prepare.spec(op.b.pieces()[0].buffer).row_elements(), columns.start),
         };
         let skipped_elements =
             if layout == GemmLayout::Nt { first_column * b.stride() } else { first_column };
@@ -180,7 +181,7 @@ pub(super) struct BiasGradient {
 
 impl BiasGradient {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::ColumnSum) -> Result<Self, ExecError> {
-        let (tensors, rows) = super::matrix_rows::tensors_of(&op.src);
+        let (tensors, rows) = super::matrix_rows::tensors_of(op.src.iter().copied());
         let spec = ColumnSumSpec {
             rows,
             columns: prepare.spec(op.dst).shape[0],

@@ -2,7 +2,7 @@
 
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Range;
-use counterpoint_schedule::{Accumulate, BufferId, RowBlock};
+use counterpoint_schedule::{Accumulate, BufferId, RowBlock, RowBlocks};
 
 use super::CudaBuffer;
 use super::compute::Prepare;
@@ -13,7 +13,7 @@ use crate::{CudaError, DeviceBuffer, Stream};
 const ALIGNMENT: usize = 16;
 
 /// The buffers of `blocks`, and the rows of them one after the other; neighbours are one piece.
-pub(super) fn tensors_of(blocks: &[RowBlock]) -> (Vec<BufferId>, Vec<GemmRows>) {
+pub(super) fn tensors_of(blocks: impl Iterator<Item = RowBlock>) -> (Vec<BufferId>, Vec<GemmRows>) {
     let mut tensors: Vec<BufferId> = Vec::new();
     let mut rows: Vec<GemmRows> = Vec::new();
     for block in blocks {
@@ -62,18 +62,19 @@ impl SourceRows {
     /// The rows of `blocks`, which are copied unless a kernel takes them as they lie.
     pub(super) fn new(
         prepare: &Prepare<'_>,
-        blocks: &[RowBlock],
+        blocks: &RowBlocks,
         fit: impl FnOnce(&[GemmRows]) -> bool,
     ) -> Result<Self, ExecError> {
-        let spec = prepare.spec(blocks[0].buffer);
+        let first = blocks.pieces()[0].buffer;
+        let spec = prepare.spec(first);
         let (columns, bytes) = (spec.row_elements(), spec.dtype.size());
         let stride = padded(columns, bytes);
-        let (tensors, rows) = tensors_of(blocks);
+        let (tensors, rows) = tensors_of(blocks.iter());
         if stride == columns && fit(&rows) {
             return Ok(Self { tensors, rows, columns, stride, bytes, copy: None });
         }
         let count = rows.iter().map(|piece| piece.count).sum();
-        let scalar = prepare.scalar(blocks[0].buffer)?;
+        let scalar = prepare.scalar(first)?;
         let copy = Some(prepare.rows_copy(scalar, (columns, stride), rows, &[Direction::Gather])?);
         let rows = vec![GemmRows { tensor: 0, first: 0, count }];
         Ok(Self { tensors, rows, columns, stride, bytes, copy })
@@ -336,7 +337,7 @@ mod tests {
     fn neighbours_are_one_piece() {
         let block = |buffer, start, end| RowBlock { buffer: BufferId(buffer), rows: Range::new(start, end) };
         let (tensors, rows) =
-            tensors_of(&[block(4, 0, 5), block(4, 5, 9), block(2, 9, 10), block(4, 10, 12)]);
+            tensors_of([block(4, 0, 5), block(4, 5, 9), block(2, 9, 10), block(4, 10, 12)].into_iter());
         assert_eq!(tensors, [BufferId(4), BufferId(2)]);
         let wanted = [(0, 0, 9), (1, 9, 1), (0, 10, 2)];
         assert_eq!(rows, wanted.map(|(tensor, first, count)| GemmRows { tensor, first, count }));

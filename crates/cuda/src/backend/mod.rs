@@ -15,6 +15,7 @@ mod exchange_marks;
 mod graph_run;
 mod grouped;
 mod grouped_gradient;
+mod grouped_places;
 mod keys;
 mod linear;
 mod matrix_rows;

@@ -20,7 +20,7 @@ pub(super) struct Normalisation {
 
 impl Normalisation {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::RmsNorm) -> Result<Self, ExecError> {
-        let (src, rows) = tensors_of(&op.src);
+        let (src, rows) = tensors_of(op.src.iter().copied());
         let spec = RmsNormSpec {
             rows,
             columns: prepare.spec(op.out).row_elements(),

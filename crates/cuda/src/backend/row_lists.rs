@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::{Arc, Mutex, Weak};
 
 use counterpoint_plan::ExpertRows;
-use counterpoint_schedule::{BufferId, ExpertRowsOf, RowBlock, RowsOrigin};
+use counterpoint_schedule::{BufferId, ExpertRowsOf, RowBlocks, RowsOrigin};
 
 use crate::kernel::Scalar;
 use crate::sync::lock;
@@ -77,22 +77,10 @@ impl RowLists {
     }
 }
 
-/// The buffers of some rows, in the order in which they first come; no more than so many, where that many are known to be there.
-pub(super) fn buffers_of<'a>(
-    blocks: impl IntoIterator<Item = &'a [RowBlock]>,
-    known: Option<usize>,
-) -> Vec<BufferId> {
-    let mut buffers: Vec<BufferId> = Vec::new();
-    for blocks in blocks {
-        // One buffer is that of the first rows.
-        if let (Some(1), Some(first)) = (known, blocks.first()) {
-            return vec![first.buffer];
-        }
-        RowBlock::add_buffers(&mut buffers, blocks);
-        if known == Some(buffers.len()) {
-            break;
-        }
-    }
+/// The buffers of some rows, in the order in which they first come.
+pub(super) fn buffers_of<'a>(rows: impl IntoIterator<Item = &'a RowBlocks>) -> Vec<BufferId> {
+    let mut buffers = Vec::new();
+    rows.into_iter().for_each(|rows| rows.add_buffers(&mut buffers));
     buffers
 }
 
@@ -107,7 +95,7 @@ mod tests {
     /// A list is everybody's once it has been sent, as long as its tables are there.
     #[test]
     fn lists_are_found_by_their_tables_and_what_they_are_for() {
-        let tables = || Arc::new(ExpertRows { experts: Vec::new(), rows: Vec::new(), groups: Vec::new() });
+        let tables = || Arc::new(ExpertRows::default());
         let (one, other) = (tables(), tables());
         let (lists, unsent) = (RowLists::default(), UnsentLists::default());
         let key = |columns| ListKey::Blocks { columns, scalar: Scalar::Bf16 };
@@ -132,10 +120,10 @@ mod tests {
 
     #[test]
     fn buffers_come_in_the_order_of_their_rows() {
+        use counterpoint_schedule::RowBlock;
         let block = |buffer| RowBlock { buffer: BufferId(buffer), rows: counterpoint_mask::Range::new(0, 1) };
-        let blocks: Vec<RowBlock> = [3, 3, 1, 3, 2].into_iter().map(block).collect();
-        assert_eq!(buffers_of([&blocks[..]], None), [3, 1, 2].map(BufferId));
-        assert_eq!(buffers_of([&blocks[..2], &blocks[2..3], &blocks[3..]], Some(2)), [3, 1].map(BufferId));
-        assert_eq!(buffers_of([&blocks[..0], &blocks[..]], Some(1)), [3].map(BufferId));
+        let rows = |buffers: &[usize]| -> RowBlocks { buffers.iter().map(|&buffer| block(buffer)).collect() };
+        assert_eq!(buffers_of([&rows(&[3, 3, 1, 3, 2])]), [3, 1, 2].map(BufferId));
+        assert_eq!(buffers_of([&rows(&[3, 3]), &rows(&[]), &rows(&[1, 3])]), [3, 1].map(BufferId));
     }
 }

@@ -4,7 +4,7 @@
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
-    self as schedule, Accumulate, BufferId, GemmLayout, RowArrivals, RowBlock, SignalId,
+    self as schedule, Accumulate, BufferId, GemmLayout, RowArrivals, RowBlocks, SignalId,
 };
 
 use super::arriving::Arriving;
@@ -145,11 +145,11 @@ impl Together {
         if !fits {
             return Ok(None);
         }
-        let element = prepare.element(first.a[0].buffer)?;
-        let blocks: Vec<RowBlock> = groups.iter().flat_map(|group| group.a.iter().copied()).collect();
+        let element = prepare.element(first.a.pieces()[0].buffer)?;
+        let blocks: RowBlocks = groups.iter().flat_map(|group| group.a.iter()).collect();
         let a = SourceRows::new(prepare, &blocks, |_| true)?;
         let b = SourceRows::new(prepare, &first.b, |rows| rows.len() == 1)?;
-        let k = prepare.spec(first.a[0].buffer).row_elements();
+        let k = prepare.spec(first.a.pieces()[0].buffer).row_elements();
         let epilogue = if first.bias.is_some() { GemmEpilogue::StoreBias } else { GemmEpilogue::Store };
         let mut rises = vec![0; groups.len()];
         let mut launches = Vec::new();
@@ -202,7 +202,9 @@ impl Together {
             let columns = group.columns.unwrap_or(Range::new(0, 0));
             let begin = std::mem::replace(&mut end, columns.end);
             let bytes = columns.len() as u64 * scalar.bytes();
-            columns.start == begin && bytes.is_multiple_of(16) && group.out_rows == [Range::new(0, m)]
+            columns.start == begin
+                && bytes.is_multiple_of(16)
+                && group.out_rows.only() == Some(Range::new(0, m))
         };
         let fits = first.layout != GemmLayout::Tn
             && first.accumulate == Accumulate::Start
@@ -216,10 +218,10 @@ impl Together {
         if !fits {
             return Ok(None);
         }
-        let element = prepare.element(first.a[0].buffer)?;
+        let element = prepare.element(first.a.pieces()[0].buffer)?;
         let a = SourceRows::new(prepare, &first.a, |rows| rows.len() == 1)?;
         let b = SourceRows::new(prepare, &first.b, |rows| rows.len() == 1)?;
-        let k = prepare.spec(first.a[0].buffer).row_elements();
+        let k = prepare.spec(first.a.pieces()[0].buffer).row_elements();
         let epilogue = if first.bias.is_some() { GemmEpilogue::StoreBias } else { GemmEpilogue::Store };
         let widths: Vec<usize> =
             groups.iter().filter_map(|group| group.columns).map(|columns| columns.len()).collect();
@@ -293,7 +295,7 @@ fn pieces(a: &[GemmRows], groups: &[schedule::Gemm]) -> Vec<Piece> {
     let places: Vec<(usize, Range)> = groups
         .iter()
         .enumerate()
-        .flat_map(|(group, gemm)| gemm.out_rows.iter().map(move |rows| (group, *rows)))
+        .flat_map(|(group, gemm)| gemm.out_rows.iter().map(move |rows| (group, rows)))
         .collect();
     let mut end = 0;
     let ranges: Vec<Range> = places
@@ -372,10 +374,10 @@ mod tests {
     fn gemm(rows: usize) -> schedule::Gemm {
         schedule::Gemm {
             layout: GemmLayout::Nt,
-            a: Vec::new(),
-            b: Vec::new(),
+            a: RowBlocks::default(),
+            b: RowBlocks::default(),
             out: BufferId(0),
-            out_rows: vec![Range::new(0, rows)],
+            out_rows: vec![Range::new(0, rows)].into(),
             pass_rows: rows,
             columns: None,
             bias: None,

@@ -2,7 +2,8 @@
 //! multiples of 16 bytes.
 
 use super::link_barrier::{LINK_TENSORS, LinkCall};
-use super::row_copy::{RowCopyTensor, RowMove, pieces_of_all};
+use super::row_copy::{RowCopyTensor, pieces_of_all};
+use super::row_steps::RowMove;
 use super::scalar::Scalar;
 use super::{MatrixUnit, RowsFault, Specialisation};
 use crate::headers::kernel_source;

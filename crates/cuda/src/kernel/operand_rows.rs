@@ -7,8 +7,8 @@ use super::RowMove;
 /// Rows of a result, cut where their operands change.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct OperandRows {
-    /// Rows that have the same operands, and where the list of these ends.
-    parts: Vec<(Range, usize)>,
+    /// Rows that have the same operands, and which of the list these are.
+    parts: Vec<(Range, Range)>,
     operands: Vec<Operand>,
 }
 
@@ -44,20 +44,19 @@ impl OperandRows {
                 return all;
             }
             if with_empty || all.operands.len() > first {
-                all.parts.push((Range::new(row, end), all.operands.len()));
+                all.parts.push((Range::new(row, end), Range::new(first, all.operands.len())));
             }
             row = end;
         }
     }
 
-    /// Of `terms`, an operand each and the row that it goes to, in the order in which they are added; `None` where some of `rows` has
+    /// Of `terms`, a row of one peer each and the row that it goes to, in the order in which they are added; `None` where some of `rows` has
     /// none.
-    pub(super) fn of_terms(
-        rows: usize,
-        terms: impl Iterator<Item = (usize, Operand)> + Clone,
-    ) -> Option<Self> {
+    pub(super) fn of_terms(rows: usize, terms: &[(u32, u32)]) -> Option<Self> {
         let mut ends = vec![0u32; rows];
-        terms.clone().for_each(|(row, _)| ends[row] += 1);
+        for &(_, to) in terms {
+            ends[to as usize] += 1;
+        }
         // From how many operands a row has to where they begin, and by the second pass on to where they end.
         let mut end = 0;
         for of_row in &mut ends {
@@ -67,15 +66,15 @@ impl OperandRows {
             (end, *of_row) = (end + *of_row, end);
         }
         let mut sorted = vec![(0, 0); end as usize];
-        for (row, operand) in terms {
-            let next = &mut ends[row];
-            sorted[*next as usize] = operand;
+        for &(from, to) in terms {
+            let next = &mut ends[to as usize];
+            sorted[*next as usize] = (0, from);
             *next += 1;
         }
-        let mut all = Self { parts: Vec::with_capacity(rows), operands: Vec::with_capacity(sorted.len()) };
+        let mut all = Self { parts: Vec::with_capacity(rows), operands: sorted };
         let mut begin = 0;
         for (row, &end) in ends.iter().enumerate() {
-            all.add_row(row, &sorted[begin..end as usize]);
+            all.add_row(row, Range::new(begin, end as usize));
             begin = end as usize;
         }
         Some(all)
@@ -87,38 +86,32 @@ impl OperandRows {
         for (rows, operands) in self.parts() {
             let mut first = rows.start;
             for of_same in of_rows[rows.start..rows.end].chunk_by(|a, b| a == b) {
-                let skipped = (first - rows.start) as u32;
+                let (skipped, begin) = ((first - rows.start) as u32, all.operands.len());
                 all.operands.extend(operands.iter().map(|&(peer, from)| (peer, from + skipped)));
-                all.parts.push((Range::new(first, first + of_same.len()), all.operands.len()));
+                let listed = Range::new(begin, all.operands.len());
+                all.parts.push((Range::new(first, first + of_same.len()), listed));
                 first += of_same.len();
             }
         }
         all
     }
 
-    /// Adds a row, to the last part where it and its operands follow that's.
-    fn add_row(&mut self, row: usize, operands: &[Operand]) {
-        let before = self.parts.len().checked_sub(2).map_or(0, |before| self.parts[before].1);
-        let last = &self.operands[before..];
-        if let Some((rows, _)) = self.parts.last_mut().filter(|_| last.len() == operands.len()) {
+    /// Adds a row with these operands, to the last part where it and they follow that's.
+    fn add_row(&mut self, row: usize, operands: Range) {
+        if let Some((rows, last)) = self.parts.last_mut().filter(|(_, last)| last.len() == operands.len()) {
+            let [last, now] = [*last, operands].map(|of| &self.operands[of.start..of.end]);
             let follows = |(last, now): (&Operand, &Operand)| (last.0, last.1 + rows.len() as u32) == *now;
-            if last.iter().zip(operands).all(follows) {
+            if last.iter().zip(now).all(follows) {
                 rows.end += 1;
                 return;
             }
         }
-        self.operands.extend_from_slice(operands);
-        self.parts.push((Range::new(row, row + 1), self.operands.len()));
+        self.parts.push((Range::new(row, row + 1), operands));
     }
 
     /// The parts, each with its operands in the order in which they are added.
     pub(super) fn parts(&self) -> impl Iterator<Item = (Range, &[Operand])> {
-        let mut first = 0;
-        self.parts.iter().map(move |&(rows, end)| {
-            let operands = &self.operands[first..end];
-            first = end;
-            (rows, operands)
-        })
+        self.parts.iter().map(|&(rows, of)| (rows, &self.operands[of.start..of.end]))
     }
 
     /// How many parts there are, and how many operands these have.
@@ -216,14 +209,13 @@ mod tests {
     /// Rows 0 and 1 have two terms that follow each other, row 2 another one behind those, row 3 one.
     #[test]
     fn terms_of_a_row_are_added_in_their_order() {
-        let terms =
-            [(2, (0, 9)), (0, (0, 5)), (3, (0, 7)), (0, (0, 2)), (1, (0, 6)), (1, (0, 3)), (2, (0, 4))];
-        let found = OperandRows::of_terms(4, terms.into_iter()).unwrap();
+        let terms = [(9, 2), (5, 0), (7, 3), (2, 0), (6, 1), (3, 1), (4, 2)];
+        let found = OperandRows::of_terms(4, &terms).unwrap();
         let parts: Vec<_> =
             found.parts().map(|(rows, operands)| (rows.start, rows.end, operands.to_vec())).collect();
         let wanted = vec![(0, 2, vec![(0, 5), (0, 2)]), (2, 3, vec![(0, 9), (0, 4)]), (3, 4, vec![(0, 7)])];
         assert_eq!(parts, wanted);
         assert_eq!(found.rows(), 4);
-        assert_eq!(OperandRows::of_terms(5, terms.into_iter()), None);
+        assert_eq!(OperandRows::of_terms(5, &terms), None);
     }
 }

@@ -1,8 +1,8 @@
 //! The launcher of `row_copy.cuh`: packs and unpacks rows for NCCL, and copies them between peers without a barrier.
 
 use bytemuck::{NoUninit, Zeroable};
-use counterpoint_mask::Range;
 
+use super::row_steps::{RowMove, RowStep, RowSteps, StepCount};
 use super::scalar::Scalar;
 use super::{MatrixUnit, Specialisation, StartMark};
 use crate::headers::kernel_source;
@@ -21,37 +21,6 @@ const WORD: u64 = 16;
 /// Bytes that a warp copies at most before it looks for more, and at least unless there are no more.
 const MOST_BYTES: u64 = 16 << 10;
 const LEAST_BYTES: u64 = 2 << 10;
-
-/// Rows of a peer's tensors and the rows of the own ones that they are copied to, of the same number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RowMove {
-    /// Which peer: an index into the addresses that a launch is given.
-    pub peer: usize,
-    /// Its rows.
-    pub from: Range,
-    /// The own rows.
-    pub to: Range,
-}
-
-/// The same of fewer than 2^32 rows of each: half as long, where there are tens of thousands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RowStep {
-    /// Which peer.
-    pub peer: u32,
-    /// The first of its rows.
-    pub from: u32,
-    /// The first of the own rows.
-    pub to: u32,
-    /// How many.
-    pub count: u32,
-}
-
-impl From<&RowMove> for RowStep {
-    fn from(step: &RowMove) -> Self {
-        let RowMove { peer, from, to } = *step;
-        Self { peer: peer as u32, from: from.start as u32, to: to.start as u32, count: from.len() as u32 }
-    }
-}
 
 /// One of the tensors that travel together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -176,7 +145,7 @@ impl RowCopy {
     /// # Errors
     /// When a kernel cannot be compiled, or the lists do not fit into memory.
     pub fn new(stream: &Stream, tensors: &[RowCopyTensor], moves: &[RowMove]) -> Result<Self, CudaError> {
-        Self::of_steps(stream, tensors, &moves.iter().map(RowStep::from).collect::<Vec<_>>())
+        Self::of_steps(stream, tensors, &moves.iter().map(RowStep::from).collect::<Vec<_>>()[..])
     }
 
     /// The same of steps.
@@ -186,13 +155,13 @@ impl RowCopy {
     pub fn of_steps(
         stream: &Stream,
         tensors: &[RowCopyTensor],
-        steps: &[RowStep],
+        steps: &(impl RowSteps + ?Sized),
     ) -> Result<Self, CudaError> {
         let device = stream.device();
         let mut modes: Vec<Mode> = tensors.iter().map(RowCopyTensor::mode).collect();
         modes.sort_unstable();
         modes.dedup();
-        let counts = counts_of(steps);
+        let counts = steps.counts();
         let peers = peers_of(&counts);
         let mut launches = Vec::new();
         for mode in modes {
@@ -299,31 +268,14 @@ pub(super) fn pieces_of_all(
     num_sms: u32,
 ) -> Vec<RowCopyPiece> {
     let steps: Vec<RowStep> = moves.iter().map(RowStep::from).collect();
-    let (counts, all) = (counts_of(&steps), (0..tensors.len()).collect::<Vec<_>>());
+    let (counts, all) = (steps.counts(), (0..tensors.len()).collect::<Vec<_>>());
     let peers = peers_of(&counts);
-    let (mut pieces, _) = pieces(tensors, &all, (&steps, &counts), &peers, num_sms);
+    let (mut pieces, _) = pieces(tensors, &all, (&steps[..], &counts), &peers, num_sms);
     for piece in &mut pieces {
         let place = usize::from(piece.source) / tensors.len();
         piece.source = peers[place] as u16 * stride + piece.target;
     }
     pieces
-}
-
-/// Steps of a peer, and their rows.
-type StepCount = (usize, u64);
-
-/// Of every peer how many steps there are: tens of thousands of a routing, mostly of one peer after the other.
-fn counts_of(steps: &[RowStep]) -> Vec<StepCount> {
-    let mut counts: Vec<StepCount> = Vec::new();
-    for of_peer in steps.chunk_by(|one, next| one.peer == next.peer) {
-        let peer = of_peer[0].peer as usize;
-        if peer >= counts.len() {
-            counts.resize(peer + 1, (0, 0));
-        }
-        counts[peer].0 += of_peer.len();
-        counts[peer].1 += of_peer.iter().map(|step| u64::from(step.count)).sum::<u64>();
-    }
-    counts
 }
 
 /// The peers that have steps, ascending.
@@ -335,7 +287,7 @@ fn peers_of(counts: &[StepCount]) -> Vec<usize> {
 fn pieces(
     tensors: &[RowCopyTensor],
     tensor_group: &[usize],
-    (steps, counts): (&[RowStep], &[StepCount]),
+    (steps, counts): (&(impl RowSteps + ?Sized), &[StepCount]),
     peer_group: &[usize],
     sm_count: u32,
 ) -> (Vec<RowCopyPiece>, u64) {
@@ -350,23 +302,45 @@ fn pieces(
     let most =
         (total / (u64::from(sm_count) * 64)).clamp(LEAST_BYTES, MOST_BYTES).next_multiple_of(LEAST_BYTES);
     let mut pieces = Vec::with_capacity(count * tensor_group.len());
-    for of_peer in steps.chunk_by(|one, next| one.peer == next.peer) {
-        let place = places[of_peer[0].peer as usize];
-        if place == OF_OTHERS {
-            continue;
-        }
-        let first_source = place * tensor_group.len() as u16;
-        for step in of_peer {
-            for (slot, row) in (0..).zip(&row_bytes) {
-                add_pieces(&mut pieces, step, *row, (first_source + slot, slot), most);
+    steps.each(|some| {
+        for of_peer in some.chunk_by(|one, next| one.peer == next.peer) {
+            let place = places[of_peer[0].peer as usize];
+            if place == OF_OTHERS {
+                continue;
+            }
+            let first_source = place * tensor_group.len() as u16;
+            // Tokens come one by one, so that nearly every step of one tensor is a piece; here and there a longer one is cut.
+            match row_bytes[..] {
+                [row] if are_pieces(of_peer, row, most) => {
+                    pieces.extend(of_peer.iter().map(|step| RowCopyPiece::of(step, row, (first_source, 0))));
+                }
+                _ => of_peer.iter().for_each(|step| {
+                    for (slot, row) in (0..).zip(&row_bytes) {
+                        add_pieces(&mut pieces, step, *row, (first_source + slot, slot), most);
+                    }
+                }),
             }
         }
-    }
+    });
     (pieces, total)
 }
 
+/// Whether each step's rows of so many bytes are one piece of at most `most`.
+fn are_pieces(steps: &[RowStep], row: u64, most: u64) -> bool {
+    let rows = (most / row.max(1)).min(u64::from(u32::MAX)) as u32;
+    steps.iter().fold(true, |all, step| all & (step.count.wrapping_sub(1) < rows))
+}
+
+impl RowCopyPiece {
+    /// All rows of a step.
+    #[inline]
+    fn of(step: &RowStep, row: u64, (source, target): (u16, u16)) -> Self {
+        let (from, to) = (u64::from(step.from) * row, u64::from(step.to) * row);
+        Self { from, to, bytes: (u64::from(step.count) * row) as u32, source, target }
+    }
+}
+
 /// A step's rows of so many bytes, cut into pieces of `most`, of such a source and target.
-#[inline]
 fn add_pieces(pieces: &mut Vec<RowCopyPiece>, step: &RowStep, row: u64, of: (u16, u16), most: u64) {
     let (source, target) = of;
     let (mut from, mut to) = (u64::from(step.from) * row, u64::from(step.to) * row);
@@ -434,6 +408,8 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_mask::Range;
+
     use super::*;
 
     /// A kernel that knows all peers finds the tensors of each where they are.
@@ -467,9 +443,9 @@ mod tests {
         };
         let moves = [step(2, 0, 7, 100), step(5, 50, 0, 7), step(2, 300, 120, 1), step(5, 0, 107, 0)];
         let steps: Vec<RowStep> = moves.iter().map(RowStep::from).collect();
-        let counts = counts_of(&steps);
+        let counts = steps.counts();
         assert_eq!((peers_of(&counts), counts[5]), (vec![2, 5], (2, 7)));
-        let (pieces, bytes) = pieces(&tensors, &[0, 1], (&steps, &counts), &[2, 5], 132);
+        let (pieces, bytes) = pieces(&tensors, &[0, 1], (&steps[..], &counts), &[2, 5], 132);
         assert_eq!(bytes, pieces.iter().map(|piece| u64::from(piece.bytes)).sum::<u64>());
         for (slot, tensor) in tensors.iter().enumerate() {
             let mut seen = vec![None; 121 * tensor.row_bytes() as usize];

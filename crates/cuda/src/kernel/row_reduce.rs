@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytemuck::NoUninit;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
-use super::operand_rows::{Operand, OperandRows};
+use super::operand_rows::OperandRows;
 use super::scalar::Scalar;
 use super::{MatrixUnit, RowMove, RowsFault, Specialisation, StartMark, blocks_of};
 use crate::headers::kernel_source;
@@ -173,7 +173,6 @@ impl RowReduce {
         spec: &RowReduceSpec,
         terms: &[(u32, u32)],
     ) -> Result<Option<Self>, CudaError> {
-        let terms = terms.iter().map(|&(from, to)| -> (usize, Operand) { (to as usize, (0, from)) });
         let rows = OperandRows::of_terms(spec.rows, terms);
         rows.map(|rows| Self::of_rows(stream, spec, &rows, 1)).transpose()
     }

@@ -176,7 +176,7 @@ fn backward_of_type(
 
 fn multiply(op: &Gemm, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError> {
     let dtype = |id: BufferId| access.buffers[id.0].dtype();
-    with_host_element!(dtype(op.a[0].buffer), T => if dtype(op.out) == T::DTYPE {
+    with_host_element!(dtype(op.a.pieces()[0].buffer), T => if dtype(op.out) == T::DTYPE {
         product::<T, T>(op, access, workers)
     } else {
         product::<T, <T as HostElement>::Accumulator>(op, access, workers)
@@ -346,19 +346,21 @@ where
     T: KernelElement,
     D: KernelResult<T>,
 {
-    let (a, b) = (access.read_blocks(&op.a)?, access.read_blocks(&op.b)?);
+    let [a_blocks, b_blocks] = [&op.a, &op.b].map(|rows| rows.iter().collect::<Vec<_>>());
+    let (a, b) = (access.read_blocks(&a_blocks)?, access.read_blocks(&b_blocks)?);
+    let out_rows: Vec<Range> = op.out_rows.iter().collect();
     let bias = op.bias.map(|bias| access.read(bias)).transpose()?;
     let mut out = access.write(op.out)?;
     let n = out.shape()[1];
     let args = GemmArgs::<T, D> {
         layout: op.layout,
-        a: pieces(&op.a, &a),
+        a: pieces(&a_blocks, &a),
         a_columns: a[0].shape()[1],
-        b: pieces(&op.b, &b),
+        b: pieces(&b_blocks, &b),
         b_columns: b[0].shape()[1],
         out: elements_mut(&mut out),
         n,
-        out_rows: &op.out_rows,
+        out_rows: &out_rows,
         columns: op.columns,
         bias: bias.as_ref().map(|bias| elements(bias)),
         accumulate: op.accumulate,

@@ -270,21 +270,24 @@ impl<M: Machine> ExpertLayer<M> {
         lower: impl Fn(usize) -> Program,
     ) -> Result<Vec<Rank<M>>, ExecError> {
         let ExpertSpec { kind, in_features, out_features, dtype } = plan.spec;
-        let identity = PlanIdentity::new([
-            ("layer", format!("experts, {kind}")),
-            ("experts", self.options.experts.to_string()),
-            ("in_features", in_features.to_string()),
-            ("out_features", out_features.to_string()),
-            ("dtype", dtype.to_string()),
-            ("policy", policy.to_string()),
-            ("groups", plan.cut().to_string()),
-            ("routing", plan.routing().fingerprint().to_string()),
-        ]);
+        // One rank has nobody to compare it with.
+        let identity = (plan.ranks() > 1).then(|| {
+            PlanIdentity::new([
+                ("layer", format!("experts, {kind}")),
+                ("experts", self.options.experts.to_string()),
+                ("in_features", in_features.to_string()),
+                ("out_features", out_features.to_string()),
+                ("dtype", dtype.to_string()),
+                ("policy", policy.to_string()),
+                ("groups", plan.cut().to_string()),
+                ("routing", plan.routing().fingerprint().to_string()),
+            ])
+        });
         let prepare = |rank: &RankOf<M>| {
             let program = lower(rank.rank());
             let own = program.buffers.len();
             let room = |index, _: &BufferSpec| self.room(plan, index < own);
-            Prepared::with_room(rank, program, (Some(&identity), turn), room)
+            Prepared::with_room(rank, program, (identity.as_ref(), turn), room)
         };
         let mut prepared: Vec<Rank<M>> = self.ranks.iter().map(prepare).collect::<Result<_, ExecError>>()?;
         if let Some(weight) = &self.weight {

@@ -97,30 +97,34 @@ impl Travel {
         tokens: impl Iterator<Item = (&'a [usize], &'a [u32])>,
     ) -> Self {
         let (each, words) = (experts / ranks, ranks.div_ceil(64));
-        let rank_of: Vec<usize> = (0..experts).map(|expert| expert / each).collect();
+        let rank_of: Vec<u32> = (0..experts).map(|expert| (expert / each) as u32).collect();
         let mut rows = vec![0; experts];
-        let mut any_summed = 0;
+        let mut sums_on_ranks = false;
         let of_rank = |(starts, of_tokens): (&[usize], &[u32])| {
+            of_tokens.iter().for_each(|&expert| rows[expert as usize] += 1);
             let count = starts.len() - 1;
-            let mut sets = vec![0u64; count * words];
-            let mut differs = vec![true; count];
-            for (token, ends) in starts.windows(2).enumerate() {
-                let at = token * words;
-                for &expert in &of_tokens[ends[0]..ends[1]] {
-                    rows[expert as usize] += 1;
-                    let rank = rank_of[expert as usize];
-                    let (word, bit) = (&mut sets[at + rank / 64], 1 << (rank % 64));
-                    any_summed |= *word & bit;
-                    *word |= bit;
+            let (mut sets, mut differs) = (Vec::with_capacity(count * words), Vec::with_capacity(count));
+            for ends in starts.windows(2) {
+                let of_token = &of_tokens[ends[0]..ends[1]];
+                let mut size = 0;
+                for word in 0..words as u32 {
+                    let mut set = 0u64;
+                    for &expert in of_token {
+                        let rank = rank_of[expert as usize];
+                        set |= u64::from(rank / 64 == word) << (rank % 64);
+                    }
+                    size += set.count_ones() as usize;
+                    sets.push(set);
                 }
-                if token > 0 {
-                    differs[token] = (0..words).any(|word| sets[at - words + word] != sets[at + word]);
-                }
+                sums_on_ranks |= size < of_token.len();
+                let same = |(word, before): (usize, &u64)| *before == sets[sets.len() - words + word];
+                let before = sets.len().checked_sub(2 * words).map(|first| sets[first..].iter().take(words));
+                differs.push(!before.is_some_and(|before| before.enumerate().all(same)));
             }
             TokenRanks { sets, differs }
         };
         let of_ranks = tokens.map(of_rank).collect();
-        Self { rows, sums_on_ranks: any_summed != 0, words, of_ranks }
+        Self { rows, sums_on_ranks, words, of_ranks }
     }
 
     /// Gives `each` the tokens of a rank that follow each other and go to the same ranks, which are given as bits.
@@ -148,8 +152,8 @@ pub(super) fn has_rank(set: &[u64], rank: usize) -> bool {
     set[rank / 64] >> (rank % 64) & 1 == 1
 }
 
-/// The ranks of a set, ascending.
-pub(super) fn ranks_of(set: &[u64]) -> Vec<u32> {
+/// The ranks of a set but for one, ascending.
+pub(super) fn ranks_of(set: &[u64], but: Option<usize>) -> Vec<u32> {
     let count: u32 = set.iter().map(|word| word.count_ones()).sum();
     let mut ranks = Vec::with_capacity(count as usize);
     for (word, first) in set.iter().zip((0..).step_by(64)) {
@@ -159,5 +163,6 @@ pub(super) fn ranks_of(set: &[u64]) -> Vec<u32> {
             left &= left - 1;
         }
     }
+    ranks.retain(|rank| Some(*rank as usize) != but);
     ranks
 }

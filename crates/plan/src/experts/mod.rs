@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::routing::{ExpertCapacity, RandomRouting, Routing};
 pub use self::routing_error::RoutingError;
-pub use self::tables::{ExpertRow, ExpertRows, GroupRows};
+pub use self::tables::{ArrivingGroup, ArrivingRows, ExpertRows, LeavingGroup, LeavingRows, TokenRun};
 use crate::DType;
 
 /// Which way tokens go in the forward of a layer of experts.

@@ -6,24 +6,19 @@ use counterpoint_mask::Range;
 
 use super::ExpertPlan;
 use super::known::{has_rank, ranks_of};
-use super::tables::{ExpertRow, ExpertRows, GroupRows};
+use super::tables::{ArrivingGroup, ArrivingRows, ExpertRows, LeavingGroup, LeavingRows, TokenRun};
 use crate::{GroupPart, OwnedSplit, RemoteSplit, Routing};
 
 impl Routing {
     /// Of each row of a rank's experts, in their order, the token that it is, counted through those of all ranks.
     pub fn tokens_of_rows(&self, rank: usize) -> Vec<u32> {
-        let here = self.experts_of(rank);
-        let mut end = 0;
-        let begin = |rows: &usize| {
-            end += rows;
-            end - rows
-        };
-        let mut next: Vec<usize> = self.rows()[here.start..here.end].iter().map(begin).collect();
-        let mut tokens = vec![0; end];
-        let (mut found, mut first) = (Vec::new(), 0);
+        let experts = self.rows_of_experts(rank);
+        let mut next: Vec<usize> = experts.iter().map(|rows| rows.start).collect();
+        let mut tokens = vec![0; experts.last().map_or(0, |last| last.end)];
+        let choices = ChoicesHere::of(self, rank, tokens.len());
+        let mut first = 0;
         for source in 0..self.ranks() {
-            let count = tokens_here(&mut found, self.of_rank(source), here);
-            for &(token, expert) in &found[..count] {
+            for &(token, expert) in choices.of_source(source) {
                 let row = &mut next[expert as usize];
                 tokens[*row] = first + token;
                 *row += 1;
@@ -32,6 +27,17 @@ impl Routing {
         }
         tokens
     }
+
+    /// Rows of each expert of a rank, which follow each other.
+    fn rows_of_experts(&self, rank: usize) -> Vec<Range> {
+        let here = self.experts_of(rank);
+        let mut end = 0;
+        let place = |rows: &usize| {
+            end += rows;
+            Range::new(end - rows, end)
+        };
+        self.rows()[here.start..here.end].iter().map(place).collect()
+    }
 }
 
 impl ExpertPlan {
@@ -39,108 +45,223 @@ impl ExpertPlan {
     pub fn rows_of(&self, rank: usize) -> Arc<ExpertRows> {
         let groups = self.cut();
         let key = (rank, groups.count, groups.growth);
-        self.routing().known().tables(key, || self.find_rows(rank))
+        let find = || ExpertRows::new(rank, self.routing().rows_of_experts(rank));
+        self.routing().known().tables(key, find)
+    }
+
+    /// The tokens that these rows of a rank are.
+    pub fn arriving<'a>(&self, rows: &'a ExpertRows) -> &'a ArrivingRows {
+        rows.arriving.get_or_init(|| self.find_arriving(rows))
+    }
+
+    /// The tokens that these rows of a rank give to.
+    pub fn leaving<'a>(&self, rows: &'a ExpertRows) -> &'a LeavingRows {
+        rows.leaving.get_or_init(|| self.find_leaving(rows))
+    }
+
+    fn choices<'a>(&self, of: &'a ExpertRows) -> &'a ChoicesHere {
+        of.choices.get_or_init(|| ChoicesHere::of(self.routing(), of.rank, of.count()))
     }
 
     /// A counting sort of all tokens by the rank's experts.
-    fn find_rows(&self, rank: usize) -> ExpertRows {
-        let routing = self.routing();
-        let here = routing.experts_of(rank);
-        let mut end = 0;
-        let place = |rows: &usize| {
-            end += rows;
-            Range::new(end - rows, end)
-        };
-        let experts: Vec<Range> = routing.travel().rows[here.start..here.end].iter().map(place).collect();
-        let mut rows = vec![ExpertRow::default(); end];
-        let mut groups = vec![GroupRows::default(); self.groups()];
+    fn find_arriving(&self, of: &ExpertRows) -> ArrivingRows {
+        let mut tokens = vec![0; of.count()];
+        let mut arriving = vec![0u32; self.groups()];
+        let mut runs: Vec<Vec<TokenRun>> = vec![Vec::new(); of.experts.len()];
         // Tokens of lower ranks come first, so each expert is filled from its first row on.
-        let mut next: Vec<usize> = experts.iter().map(|rows| rows.start).collect();
-        let mut found = Vec::new();
-        for source in 0..self.ranks() {
-            let count = tokens_here(&mut found, routing.of_rank(source), here);
-            let (mut coming, is_own) = (&found[..count], source == rank);
-            for (group, of_group) in groups.iter_mut().enumerate() {
-                let end = self.group_tokens(source, group).end as u32;
-                let (now, later) = coming.split_at(coming.partition_point(|(token, _)| *token < end));
-                coming = later;
-                let mut last = None;
-                for &(token, expert) in now {
-                    let is_first = last != Some(token);
-                    last = Some(token);
-                    of_group.leaving += usize::from(is_first);
-                    of_group.arriving += usize::from(is_first && !is_own);
-                    let row = &mut next[expert as usize];
-                    rows[*row] = ExpertRow {
-                        token: if is_own { token } else { of_group.arriving as u32 - 1 },
-                        leaving: of_group.leaving as u32 - 1,
-                        group: group as u32,
-                        is_own,
-                        is_first,
-                    };
-                    *row += 1;
+        let mut next: Vec<usize> = of.experts.iter().map(|rows| rows.start).collect();
+        let mut place = |next: &mut [usize], expert: u32, token: u32| {
+            let row = &mut next[expert as usize];
+            tokens[*row] = token;
+            *row += 1;
+        };
+        for (source, group, choices) in self.by_groups(self.choices(of)) {
+            let is_own = source == of.rank;
+            if is_own {
+                choices.iter().for_each(|&(token, expert)| place(&mut next, expert, token));
+            } else {
+                let (arrived, mut last) = (&mut arriving[group], NO_TOKEN);
+                for &(token, expert) in choices {
+                    *arrived += u32::from(token != last);
+                    last = token;
+                    place(&mut next, expert, *arrived - 1);
                 }
             }
+            let group = (!is_own).then_some(group);
+            for ((runs, rows), &end) in runs.iter_mut().zip(&of.experts).zip(&next) {
+                add_run(runs, (rows.start, end), group);
+            }
         }
-        for (group, of_group) in groups.iter_mut().enumerate() {
-            let (cast, reduce) = self.parts(rank, group, of_group);
-            (of_group.cast, of_group.reduce) = (Arc::new(cast), Arc::new(reduce));
-        }
-        ExpertRows { experts, rows, groups }
+        let mut run_starts = vec![0];
+        run_starts.extend(runs.iter().scan(0, |end, of_expert| {
+            *end += of_expert.len();
+            Some(*end)
+        }));
+        let group = |(group, rows): (usize, u32)| {
+            let rows = rows as usize;
+            ArrivingGroup { rows, cast: Arc::new(self.cast(of.rank, group, rows)) }
+        };
+        let groups = arriving.into_iter().enumerate().map(group).collect();
+        ArrivingRows { tokens: Arc::new(tokens), runs: runs.concat(), run_starts, groups }
     }
 
-    /// A rank's parts in the way of a group's tokens to the experts of others, and in the way back of all.
-    fn parts(&self, rank: usize, group: usize, of_group: &GroupRows) -> (GroupPart, GroupPart) {
-        let travel = self.routing().travel();
-        let (mut cast, mut reduce) = (GroupPart::default(), GroupPart::default());
-        let tokens = self.group_tokens(rank, group);
-        travel.ranges(rank, tokens.start..tokens.end, |tokens, set| {
-            let (rows, ranks) = (Range::new(tokens.start, tokens.end), ranks_of(set));
-            if ranks.len() > usize::from(has_rank(set, rank)) {
-                let others = ranks.iter().copied().filter(|other| *other as usize != rank);
-                cast.owned.push(OwnedSplit { rows, ranks: others.collect() });
+    /// A counting sort of all rows by their groups and experts, and by whether they are the first of their token.
+    fn find_leaving(&self, of: &ExpertRows) -> LeavingRows {
+        let (choices, of_group) = (self.choices(of), 2 * of.experts.len());
+        let kind = |expert: u32, is_first: bool| 2 * expert as usize + usize::from(!is_first);
+        let mut starts = vec![0u32; of_group * self.groups() + 1];
+        for (_, group, choices) in self.by_groups(choices) {
+            let (counts, mut last) = (&mut starts[group * of_group..][..of_group], NO_TOKEN);
+            for &(token, expert) in choices {
+                counts[kind(expert, token != last)] += 1;
+                last = token;
             }
-            if !ranks.is_empty() {
-                reduce.owned.push(OwnedSplit { rows, ranks });
+        }
+        let mut end = 0;
+        for of_kind in &mut starts {
+            (*of_kind, end) = (end, end + *of_kind);
+        }
+        let mut next: Vec<u32> = of.experts.iter().map(|rows| rows.start as u32).collect();
+        let mut next_given = starts.clone();
+        let (mut rows, mut to) = (vec![0; of.count()], vec![0; of.count()]);
+        let mut leaving = vec![0u32; self.groups()];
+        for (_, group, choices) in self.by_groups(choices) {
+            let (next_given, mut last) = (&mut next_given[group * of_group..][..of_group], NO_TOKEN);
+            let mut left = leaving[group];
+            for &(token, expert) in choices {
+                let is_first = token != last;
+                last = token;
+                left += u32::from(is_first);
+                let (given, row) = (&mut next_given[kind(expert, is_first)], &mut next[expert as usize]);
+                let place = *given as usize;
+                (rows[place], to[place]) = (*row, left - 1);
+                (*given, *row) = (*given + 1, *row + 1);
+            }
+            leaving[group] = left;
+        }
+        let group = |(group, rows): (usize, u32)| {
+            let rows = rows as usize;
+            LeavingGroup { rows, reduce: Arc::new(self.reduce(of.rank, group, rows)) }
+        };
+        let groups = leaving.into_iter().enumerate().map(group).collect();
+        LeavingRows { rows: Arc::new(rows), to: Arc::new(to), starts, groups }
+    }
+
+    /// The choices of each rank's tokens of each group, in their order.
+    fn by_groups<'a>(&self, choices: &'a ChoicesHere) -> impl Iterator<Item = (usize, usize, &'a [Choice])> {
+        (0..self.ranks()).flat_map(move |source| {
+            let mut left = choices.of_source(source);
+            (0..self.groups()).map(move |group| {
+                let end = self.group_tokens(source, group).end as u32;
+                let (now, later) = left.split_at(left.partition_point(|(token, _)| *token < end));
+                left = later;
+                (source, group, now)
+            })
+        })
+    }
+
+    /// A rank's part in the way of a group's tokens to the experts of others, of which so many come here.
+    fn cast(&self, rank: usize, group: usize, arriving: usize) -> GroupPart {
+        let mut cast = GroupPart::default();
+        let tokens = self.group_tokens(rank, group);
+        self.routing().travel().ranges(rank, tokens.start..tokens.end, |tokens, set| {
+            let others = ranks_of(set, Some(rank));
+            if !others.is_empty() {
+                cast.owned.push(OwnedSplit { rows: Range::new(tokens.start, tokens.end), ranks: others });
             }
         });
-        cast.remote.reserve(of_group.arriving);
-        reduce.remote.reserve(of_group.leaving);
-        let (mut arriving, mut leaving) = (0, 0);
-        for source in 0..self.ranks() {
+        let others = (0..self.ranks()).filter(|source| *source != rank);
+        cast.remote = self.coming_here(others, (rank, group), arriving);
+        cast
+    }
+
+    /// A rank's part in the way of a group's tokens back from all experts, of which so many leave here.
+    fn reduce(&self, rank: usize, group: usize, leaving: usize) -> GroupPart {
+        let mut reduce = GroupPart::default();
+        let tokens = self.group_tokens(rank, group);
+        self.routing().travel().ranges(rank, tokens.start..tokens.end, |tokens, set| {
+            let ranks = ranks_of(set, None);
+            if !ranks.is_empty() {
+                reduce.owned.push(OwnedSplit { rows: Range::new(tokens.start, tokens.end), ranks });
+            }
+        });
+        reduce.remote = self.coming_here(0..self.ranks(), (rank, group), leaving);
+        reduce
+    }
+
+    /// The tokens of a group that ranks have and that have experts on a rank, so many, one after the other.
+    fn coming_here(
+        &self,
+        sources: impl Iterator<Item = usize>,
+        (rank, group): (usize, usize),
+        count: usize,
+    ) -> Vec<RemoteSplit> {
+        let (mut remote, mut end) = (Vec::with_capacity(count), 0);
+        for source in sources {
             let tokens = self.group_tokens(source, group);
-            travel.ranges(source, tokens.start..tokens.end, |tokens, set| {
-                if !has_rank(set, rank) {
-                    return;
+            self.routing().travel().ranges(source, tokens.start..tokens.end, |tokens, set| {
+                if has_rank(set, rank) {
+                    end += tokens.len();
+                    remote
+                        .push(RemoteSplit { rows: Range::new(end - tokens.len(), end), rank: source as u32 });
                 }
-                let split = |end: &mut usize| {
-                    *end += tokens.len();
-                    RemoteSplit { rows: Range::new(*end - tokens.len(), *end), rank: source as u32 }
-                };
-                if source != rank {
-                    cast.remote.push(split(&mut arriving));
-                }
-                reduce.remote.push(split(&mut leaving));
             });
         }
-        (cast, reduce)
+        remote
     }
 }
 
-/// Lists the tokens of a rank that have experts among `here`, once for each of them, with its number among these. How many there are.
-fn tokens_here(found: &mut Vec<(u32, u32)>, (starts, experts): (&[usize], &[u32]), here: Range) -> usize {
-    let (first, each) = (here.start as u32, here.len() as u32);
-    // Each is written, and the place is kept where it belongs there: what a branch predicts badly.
-    found.resize(experts.len() + 1, (0, 0));
-    let mut count = 0;
-    for (token, ends) in (0..).zip(starts.windows(2)) {
-        for expert in &experts[ends[0]..ends[1]] {
-            let expert = expert.wrapping_sub(first);
-            found[count] = (token, expert);
-            count += usize::from(expert < each);
-        }
+/// No token has this number.
+const NO_TOKEN: u32 = u32::MAX;
+
+/// A token of a rank, and which of the experts here it goes to.
+pub(super) type Choice = (u32, u32);
+
+/// Which tokens of all ranks go to the experts of one.
+#[derive(Debug, PartialEq)]
+pub(super) struct ChoicesHere {
+    /// Rank after rank and token after token.
+    all: Vec<Choice>,
+    /// Where those of each rank end.
+    ends: Vec<usize>,
+}
+
+impl ChoicesHere {
+    /// Those of a rank, so many.
+    fn of(routing: &Routing, rank: usize, count: usize) -> Self {
+        let here = routing.experts_of(rank);
+        let (first, each) = (here.start as u32, here.len() as u32);
+        // Each is written, and the place is kept where it belongs there: what a branch predicts badly.
+        let (mut all, mut end) = (vec![(0, 0); count + 1], 0);
+        let mut of_source = |source| {
+            let (starts, experts) = routing.of_rank(source);
+            for (token, ends) in (0..).zip(starts.windows(2)) {
+                for expert in &experts[ends[0]..ends[1]] {
+                    let expert = expert.wrapping_sub(first);
+                    all[end] = (token, expert);
+                    end += usize::from(expert < each);
+                }
+            }
+            end
+        };
+        let ends = (0..routing.ranks()).map(&mut of_source).collect();
+        Self { all, ends }
     }
-    count
+
+    /// Those of a rank's tokens.
+    fn of_source(&self, source: usize) -> &[Choice] {
+        &self.all[source.checked_sub(1).map_or(0, |before| self.ends[before])..self.ends[source]]
+    }
+}
+
+/// Adds what follows the last run of an expert, whose rows begin and now end there, where anything does.
+fn add_run(runs: &mut Vec<TokenRun>, (begin, end): (usize, usize), group: Option<usize>) {
+    let first = runs.last().map_or(begin, |last| last.rows.end);
+    match runs.last_mut() {
+        _ if first == end => {}
+        Some(last) if last.group == group => last.rows.end = end,
+        _ => runs.push(TokenRun { rows: Range::new(first, end), group }),
+    }
 }
 
 #[cfg(test)]
@@ -198,17 +319,19 @@ mod tests {
             let groups = ExpertGroups { count: 1 + random(&mut seed) % 4, growth };
             let plan = plan(experts, choices, &ids, groups);
             let all: Vec<Arc<ExpertRows>> = (0..ranks).map(|rank| plan.rows_of(rank)).collect();
+            let parts = |rows: &ExpertRows, group: usize| {
+                let (arriving, leaving) =
+                    (&plan.arriving(rows).groups[group], &plan.leaving(rows).groups[group]);
+                [(arriving.cast.clone(), arriving.rows), (leaving.reduce.clone(), leaving.rows)]
+            };
             for (rank, rows) in all.iter().enumerate() {
                 check_rank(&plan, rank, rows, first);
-                for (group, of_group) in rows.groups.iter().enumerate() {
+                for group in 0..plan.groups() {
                     let tokens = plan.tokens_of(rank);
-                    of_group.cast.check(rank, ranks, tokens, of_group.arriving).unwrap();
-                    of_group.reduce.check(rank, ranks, tokens, of_group.leaving).unwrap();
+                    let here = parts(rows, group);
+                    here.iter().for_each(|(part, rows)| part.check(rank, ranks, tokens, *rows).unwrap());
                     for (other, theirs) in all.iter().enumerate() {
-                        let theirs = &theirs.groups[group];
-                        for (mine, theirs) in
-                            [(&of_group.cast, &theirs.cast), (&of_group.reduce, &theirs.reduce)]
-                        {
+                        for ((mine, _), (theirs, _)) in here.iter().zip(parts(theirs, group)) {
                             let sent = mine.owned.iter().filter(|s| s.ranks.contains(&(other as u32)));
                             let expected = theirs.remote.iter().filter(|s| s.rank as usize == rank);
                             let sent: Vec<usize> = sent.map(|s| s.rows.len()).collect();
@@ -235,7 +358,12 @@ mod tests {
         assert!(Arc::ptr_eq(&first, &whole.rows_of(1)));
         drop(in_groups(5).rows_of(1));
         let again = whole.rows_of(1);
-        assert!(!Arc::ptr_eq(&first, &again) && first == again);
+        assert!(!Arc::ptr_eq(&first, &again));
+        assert_eq!(
+            (whole.arriving(&first), whole.leaving(&first)),
+            (whole.arriving(&again), whole.leaving(&again))
+        );
+        assert_eq!(first, again);
         let copy = Routing::clone(whole.routing());
         assert_eq!((&copy, copy.fingerprint()), (&**whole.routing(), whole.routing().fingerprint()));
     }
@@ -262,7 +390,8 @@ mod tests {
         let place = |found: &mut Vec<Option<(usize, usize, usize)>>, row: usize, what| {
             assert_eq!(found[row].replace(what), None, "seed {seed}");
         };
-        for (group, of_group) in rows.groups.iter().enumerate() {
+        let (arriving, leaving) = (plan.arriving(rows), plan.leaving(rows));
+        for group in 0..plan.groups() {
             // Tokens as they come: those of each rank that have an expert here.
             let coming = |with_own: bool| {
                 let mut coming = Vec::new();
@@ -277,22 +406,34 @@ mod tests {
                 coming
             };
             let (others, all) = (coming(false), coming(true));
-            assert_eq!((of_group.arriving, of_group.leaving), (others.len(), all.len()), "seed {seed}");
+            let counts = (arriving.groups[group].rows, leaving.groups[group].rows);
+            assert_eq!(counts, (others.len(), all.len()), "seed {seed}");
             let mut seen = vec![false; all.len()];
-            for (expert, range) in rows.experts.iter().enumerate() {
-                for (at, row) in (range.start..).zip(rows.of_expert(expert)) {
-                    if row.group as usize != group {
-                        continue;
+            for expert in 0..rows.experts.len() {
+                let runs = arriving.runs_of(expert).iter();
+                for run in runs.filter(|run| run.group.unwrap_or(group) == group) {
+                    for at in run.rows.start..run.rows.end {
+                        let token = arriving.tokens[at] as usize;
+                        let (source, token) = match run.group {
+                            None => (rank, token),
+                            Some(_) => others[token],
+                        };
+                        if plan.group_tokens(source, group).contains(token) {
+                            place(&mut found, at, (expert + first_expert, source, token));
+                        }
                     }
-                    let (source, token) = match row.is_own {
-                        true => (rank, row.token as usize),
-                        false => others[row.token as usize],
-                    };
-                    place(&mut found, at, (expert + first_expert, source, token));
-                    let (source, token) = all[row.leaving as usize];
-                    place(&mut of_leaving, at, (expert + first_expert, source, token));
-                    let before = std::mem::replace(&mut seen[row.leaving as usize], true);
-                    assert_eq!(row.is_first, !before, "seed {seed}");
+                }
+                for (given, is_first) in
+                    leaving.given(group, (expert, rows.experts.len())).into_iter().zip([true, false])
+                {
+                    let listed = &leaving.rows[given.start..given.end];
+                    assert!(listed.is_sorted(), "seed {seed}");
+                    for (&at, &to) in listed.iter().zip(&leaving.to[given.start..given.end]) {
+                        let (source, token) = all[to as usize];
+                        place(&mut of_leaving, at as usize, (expert + first_expert, source, token));
+                        let before = std::mem::replace(&mut seen[to as usize], true);
+                        assert_eq!(is_first, !before, "seed {seed}");
+                    }
                 }
             }
         }

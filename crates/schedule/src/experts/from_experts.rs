@@ -2,11 +2,11 @@
 
 use counterpoint_mask::Range;
 
-use super::{COMBINE, Lowering, add_block, add_row};
+use super::{COMBINE, Lowering};
 use crate::builder::Mark;
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, ExpertRowsOf, Gemm, GemmLayout, GroupReduce, Op, ReduceOp,
-    RowBlock, RowsOrigin, SignalId, StreamId, StreamKind, WaveGemm,
+    RowBlocks, RowList, RowRanges, RowsOrigin, SignalId, StreamId, StreamKind, WaveGemm,
 };
 
 /// Sums of what the experts of all ranks give of this rank's tokens, on their way.
@@ -53,7 +53,8 @@ impl LeavingTokens {
         if lowering.p.policy().is_in_waves() && groups > 1 {
             return self.multiply_in_waves(lowering, (layout, label), weight, rows);
         }
-        for (group, given) in given_by_groups(lowering, rows).into_iter().enumerate() {
+        for group in 0..groups {
+            let given = given(lowering, rows, group);
             if group > 0 {
                 self.after_start(lowering, group);
             }
@@ -77,7 +78,8 @@ impl LeavingTokens {
         rows: BufferId,
     ) {
         let (mut products, mut reduces) = (Vec::new(), Vec::new());
-        for (group, given) in given_by_groups(lowering, rows).into_iter().enumerate() {
+        for group in 0..lowering.plan.groups() {
+            let given = given(lowering, rows, group);
             let (gemms, reduce) = self.group(lowering, group, (layout, weight), given);
             products.extend(gemms);
             reduces.push((products.len() as u64, reduce));
@@ -115,8 +117,8 @@ impl LeavingTokens {
         let plan = lowering.plan;
         let (dtype, partial) = (plan.spec.dtype, plan.partial_dtype());
         let (leaving, part) = {
-            let of_group = &lowering.rows.groups[group];
-            (of_group.leaving, of_group.reduce.clone())
+            let of_group = &lowering.plan.leaving(&lowering.rows).groups[group];
+            (of_group.rows, of_group.reduce.clone())
         };
         let name = format!("{}_partial_{group}", self.name);
         let out = lowering.p.buffer(&name, partial, &[leaving, self.columns], BufferRole::Scratch);
@@ -176,26 +178,17 @@ impl LeavingTokens {
 }
 
 /// Rows of an expert, and the rows of the tokens that they give to.
-type Given = (Vec<RowBlock>, Vec<Range>);
+type Given = (RowBlocks, RowRanges);
 
-/// Of every group what each expert, whose rows are those of a buffer, gives: first to tokens of which no expert before it has, then to others.
-fn given_by_groups(lowering: &Lowering<'_>, buffer: BufferId) -> Vec<Vec<Given>> {
-    let groups = lowering.plan.groups();
-    let mut given = vec![vec![Given::default(); 2 * lowering.experts()]; groups];
-    for expert in 0..lowering.experts() {
-        let range = lowering.rows.experts[expert];
-        // Tokens with one expert here before this one are the most, where tokens have several.
-        for of_group in &mut given {
-            for (rows, to) in &mut of_group[2 * expert..2 * expert + 2] {
-                rows.reserve(range.len() / groups);
-                to.reserve(range.len() / groups);
-            }
-        }
-        for (at, row) in (range.start..).zip(lowering.rows.of_expert(expert)) {
-            let (rows, to) = &mut given[row.group as usize][2 * expert + usize::from(!row.is_first)];
-            add_block(rows, buffer, at);
-            add_row(to, row.leaving as usize);
-        }
-    }
-    given
+/// What each expert, whose rows are those of a buffer, gives of a group: first to tokens of which no expert before it has, then to others.
+fn given(lowering: &Lowering<'_>, buffer: BufferId, group: usize) -> Vec<Given> {
+    let (leaving, experts) = (lowering.plan.leaving(&lowering.rows), lowering.experts());
+    let of_expert = |expert: usize| leaving.given(group, (expert, experts));
+    let given = |part: Range| {
+        let (mut rows, mut to) = Given::default();
+        rows.push_list(buffer, RowList::new(&leaving.rows, part));
+        to.push_list(RowList::new(&leaving.to, part));
+        (rows, to)
+    };
+    (0..experts).flat_map(of_expert).map(given).collect()
 }

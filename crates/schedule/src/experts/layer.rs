@@ -8,7 +8,7 @@ use super::from_experts::LeavingTokens;
 use super::to_experts::ArrivingTokens;
 use crate::{
     Accumulate, BufferId, BufferRole, ExpertRowsOf, Gemm, GemmLayout, LayerPart, Op, OverlapPolicy, Program,
-    RowBlock, WeightGradient,
+    RowBlock, RowBlocks, WeightGradient,
 };
 
 /// Lowers one rank's forward: inputs `x` and `weight`, output `y`; see [`counterpoint_plan::ExpertSpec`] for what they are.
@@ -86,7 +86,7 @@ fn dispatch(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
     if let Some(x) = inputs {
         x.wait_for_all(lowering);
         let of_expert = |lowering: &Lowering<'_>, expert: usize| {
-            let dy = vec![RowBlock { buffer: dy, rows: lowering.rows.experts[expert] }];
+            let dy = vec![RowBlock { buffer: dy, rows: lowering.rows.experts[expert] }].into();
             (dy, x.blocks(lowering, expert))
         };
         weight_gradient(lowering, gradient, of_expert);
@@ -106,7 +106,7 @@ fn combine(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
     arriving.multiply(lowering, (GemmLayout::Nn, "dx"), weight, dx);
     if let Some(x) = x {
         let of_expert = |lowering: &Lowering<'_>, expert: usize| {
-            let x = vec![RowBlock { buffer: x, rows: lowering.rows.experts[expert] }];
+            let x = vec![RowBlock { buffer: x, rows: lowering.rows.experts[expert] }].into();
             (arriving.blocks(lowering, expert), x)
         };
         weight_gradient(lowering, gradient, of_expert);
@@ -117,7 +117,7 @@ fn combine(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
 fn weight_gradient(
     lowering: &mut Lowering<'_>,
     gradient: WeightGradient,
-    of_expert: impl Fn(&Lowering<'_>, usize) -> (Vec<RowBlock>, Vec<RowBlock>),
+    of_expert: impl Fn(&Lowering<'_>, usize) -> (RowBlocks, RowBlocks),
 ) {
     let spec = lowering.plan.spec;
     let (name, dtype, role, accumulate) = match gradient {
@@ -132,7 +132,7 @@ fn weight_gradient(
         let rows = Range::new(expert * spec.out_features, (expert + 1) * spec.out_features);
         if !lowering.rows.experts[expert].is_empty() {
             let (a, b) = of_expert(lowering, expert);
-            let (layout, pass_rows, out_rows) = (GemmLayout::Tn, spec.out_features, vec![rows]);
+            let (layout, pass_rows, out_rows) = (GemmLayout::Tn, spec.out_features, vec![rows].into());
             products.push(Gemm {
                 layout,
                 a,

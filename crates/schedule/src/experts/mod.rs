@@ -17,8 +17,8 @@ use counterpoint_plan::{ExpertPlan, ExpertRows};
 pub use self::layer::{lower_expert_backward, lower_expert_forward};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, BufferId, BufferRole, ExpertRowsOf, Gemm, GemmLayout, Op, OverlapPolicy, RowBlock,
-    RowsOrigin, StreamId, StreamKind, WaveGemm,
+    Accumulate, BufferId, BufferRole, ExpertRowsOf, Gemm, GemmLayout, Op, OverlapPolicy, RowBlock, RowBlocks,
+    RowRanges, RowsOrigin, StreamId, StreamKind, WaveGemm,
 };
 
 /// Label of rows on their way to experts.
@@ -59,7 +59,7 @@ impl<'a> Lowering<'a> {
 
     /// Rows of all experts on this rank.
     fn expert_rows(&self) -> usize {
-        self.rows.experts.last().map_or(0, |last| last.end)
+        self.rows.count()
     }
 
     /// Has the computation multiply all of these, whose rows are such, as the problems of one grouped GEMM, where there are any.
@@ -75,40 +75,16 @@ impl<'a> Lowering<'a> {
     fn product(
         &self,
         layout: GemmLayout,
-        a: Vec<RowBlock>,
+        a: RowBlocks,
         (expert, weight): (usize, BufferId),
-        (out, out_rows): (BufferId, Vec<Range>),
+        (out, out_rows): (BufferId, RowRanges),
         accumulate: Accumulate,
     ) -> Gemm {
         let features = self.plan.spec.out_features;
         let b =
-            vec![RowBlock { buffer: weight, rows: Range::new(expert * features, (expert + 1) * features) }];
+            vec![RowBlock { buffer: weight, rows: Range::new(expert * features, (expert + 1) * features) }]
+                .into();
         let pass_rows = self.rows.experts[expert].len();
         Gemm { layout, a, b, out, out_rows, pass_rows, columns: None, bias: None, accumulate }
     }
-}
-
-/// Adds a row to ranges of rows, in which it comes last.
-#[inline]
-fn add_row(ranges: &mut Vec<Range>, row: usize) {
-    if let Some(last) = ranges.last_mut()
-        && last.end == row
-    {
-        last.end += 1;
-        return;
-    }
-    ranges.push(Range { start: row, end: row + 1 });
-}
-
-/// Adds a row of a buffer to blocks of them, in which it comes last.
-#[inline]
-fn add_block(blocks: &mut Vec<RowBlock>, buffer: BufferId, row: usize) {
-    if let Some(last) = blocks.last_mut()
-        && last.rows.end == row
-        && last.buffer == buffer
-    {
-        last.rows.end += 1;
-        return;
-    }
-    blocks.push(RowBlock { buffer, rows: Range { start: row, end: row + 1 } });
 }

@@ -1,12 +1,10 @@
 //! Tokens on their way to a rank's experts, group by group, and the products of those that are there.
 
-use counterpoint_mask::Range;
-
-use super::{DISPATCH, Lowering, add_block, add_row};
+use super::{DISPATCH, Lowering};
 use crate::builder::Mark;
 use crate::{
-    Accumulate, BarrierId, BufferId, BufferRole, ExpertRowsOf, GemmLayout, GroupCast, Op, RowBlock, StreamId,
-    StreamKind,
+    Accumulate, BarrierId, BufferId, BufferRole, ExpertRowsOf, GemmLayout, GroupCast, Op, RowBlocks, RowList,
+    RowRanges, StreamId, StreamKind,
 };
 
 /// Tokens of all ranks on their way to this one's experts; its own are there.
@@ -32,8 +30,8 @@ impl ArrivingTokens {
     fn send(&mut self, lowering: &mut Lowering<'_>) {
         let (group, dtype) = (self.groups.len(), lowering.plan.spec.dtype);
         let (arriving, part) = {
-            let of_group = &lowering.rows.groups[group];
-            (of_group.arriving, of_group.cast.clone())
+            let of_group = &lowering.plan.arriving(&lowering.rows).groups[group];
+            (of_group.rows, of_group.cast.clone())
         };
         let (name, p) = (format!("{}_{group}", self.name), &mut lowering.p);
         let buffer = p.buffer(&name, dtype, &[arriving, self.columns], BufferRole::Scratch);
@@ -72,7 +70,7 @@ impl ArrivingTokens {
         out: BufferId,
     ) {
         let groups = lowering.plan.groups();
-        let product = |lowering: &Lowering<'_>, expert, a: Vec<RowBlock>, rows: Vec<Range>| {
+        let product = |lowering: &Lowering<'_>, expert, a: RowBlocks, rows: RowRanges| {
             let to = (out, rows);
             (!a.is_empty()).then(|| lowering.product(layout, a, (expert, weight), to, Accumulate::Start))
         };
@@ -80,20 +78,19 @@ impl ArrivingTokens {
             self.send_all(lowering);
             let of_expert = |expert: usize| {
                 let rows = lowering.rows.experts[expert];
-                product(lowering, expert, self.blocks(lowering, expert), vec![rows])
+                product(lowering, expert, self.blocks(lowering, expert), vec![rows].into())
             };
             let products = (0..lowering.experts()).filter_map(of_expert).collect();
             return lowering.multiply(Some(0), label, products, ExpertRowsOf::Tokens);
         }
         // Of every stage and expert what is multiplied; buffers of groups come with their stages.
         let mut stages: Vec<Vec<Wanted>> = (0..=groups).map(|_| Self::of_experts(lowering)).collect();
+        let arriving = lowering.plan.arriving(&lowering.rows);
         for expert in 0..lowering.experts() {
-            let range = lowering.rows.experts[expert];
-            for (at, row) in (range.start..).zip(lowering.rows.of_expert(expert)) {
-                let stage = if row.is_own { 0 } else { row.group as usize + 1 };
-                let (tokens, places) = &mut stages[stage][expert];
-                add_row(tokens, row.token as usize);
-                add_row(places, at);
+            for run in arriving.runs_of(expert) {
+                let (tokens, places) = &mut stages[run.group.map_or(0, |group| group + 1)][expert];
+                tokens.extend(RowList::new(&arriving.tokens, run.rows));
+                places.push(run.rows);
             }
         }
         for (stage, of_stage) in stages.into_iter().enumerate() {
@@ -115,8 +112,9 @@ impl ArrivingTokens {
             }
             let buffer = stage.checked_sub(1).map_or(self.own, |group| self.groups[group].0);
             let of_expert = |(expert, (tokens, places)): (usize, Wanted)| {
-                let blocks = tokens.into_iter().map(|rows| RowBlock { buffer, rows }).collect();
-                product(lowering, expert, blocks, places)
+                let mut rows = RowBlocks::default();
+                tokens.into_iter().for_each(|tokens| rows.push_list(buffer, Some(tokens)));
+                product(lowering, expert, rows, places)
             };
             let products = of_stage.into_iter().enumerate().filter_map(of_expert).collect();
             lowering.multiply(Some(stage), label, products, ExpertRowsOf::Arriving(stage));
@@ -125,20 +123,20 @@ impl ArrivingTokens {
 
     /// For every expert no rows yet.
     fn of_experts(lowering: &Lowering<'_>) -> Vec<Wanted> {
-        vec![(Vec::new(), Vec::new()); lowering.experts()]
+        vec![Wanted::default(); lowering.experts()]
     }
 
     /// The tokens of an expert in the order of its rows, wherever they are.
-    pub(super) fn blocks(&self, lowering: &Lowering<'_>, expert: usize) -> Vec<RowBlock> {
-        let rows = lowering.rows.of_expert(expert);
-        let mut blocks = Vec::with_capacity(rows.len());
-        for row in rows {
-            let buffer = if row.is_own { self.own } else { self.groups[row.group as usize].0 };
-            add_block(&mut blocks, buffer, row.token as usize);
+    pub(super) fn blocks(&self, lowering: &Lowering<'_>, expert: usize) -> RowBlocks {
+        let arriving = lowering.plan.arriving(&lowering.rows);
+        let mut blocks = RowBlocks::default();
+        for run in arriving.runs_of(expert) {
+            let buffer = run.group.map_or(self.own, |group| self.groups[group].0);
+            blocks.push_list(buffer, RowList::new(&arriving.tokens, run.rows));
         }
         blocks
     }
 }
 
 /// Rows of tokens in a buffer of them, and the rows of the expert that they become.
-type Wanted = (Vec<Range>, Vec<Range>);
+type Wanted = (Vec<RowList>, RowRanges);

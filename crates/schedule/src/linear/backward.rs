@@ -231,10 +231,10 @@ fn input_product(
     let pass_rows = lowering.plan.spec.tokens;
     Gemm {
         layout: GemmLayout::Nn,
-        a,
-        b,
+        a: a.into(),
+        b: b.into(),
         out,
-        out_rows,
+        out_rows: out_rows.into(),
         pass_rows,
         columns: None,
         bias: None,
@@ -334,10 +334,10 @@ fn weight_gradient(
     let bias = plan.spec.has_bias.then(|| lowering.p.buffer(names[1], dtype, &[rows], role));
     let op = Gemm {
         layout: GemmLayout::Tn,
-        a: dy.clone(),
-        b: x,
+        a: dy.clone().into(),
+        b: x.into(),
         out,
-        out_rows: vec![Range::new(0, rows)],
+        out_rows: vec![Range::new(0, rows)].into(),
         pass_rows: rows,
         columns: None,
         bias: None,

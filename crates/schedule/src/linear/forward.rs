@@ -40,10 +40,10 @@ fn product(
     let pass_rows = lowering.plan.spec.tokens;
     Gemm {
         layout: GemmLayout::Nt,
-        a,
-        b,
+        a: a.into(),
+        b: b.into(),
         out,
-        out_rows,
+        out_rows: out_rows.into(),
         pass_rows,
         columns: None,
         bias,

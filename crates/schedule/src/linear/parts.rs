@@ -89,13 +89,13 @@ pub fn lower_product(
     let a = p.buffer("a", dtype, &[m, k], BufferRole::Input);
     let b = p.buffer("b", dtype, &[n, k], BufferRole::Input);
     let out = p.buffer("to", dtype, &[m, n], BufferRole::Output);
-    let rows = |buffer, rows: usize| vec![RowBlock { buffer, rows: Range::new(0, rows) }];
+    let rows = |buffer, rows: usize| vec![RowBlock { buffer, rows: Range::new(0, rows) }].into();
     let op = Gemm {
         layout: GemmLayout::Nt,
         a: rows(a, m),
         b: rows(b, n),
         out,
-        out_rows: vec![Range::new(0, m)],
+        out_rows: vec![Range::new(0, m)].into(),
         pass_rows,
         columns: None,
         bias: None,

@@ -59,10 +59,10 @@ pub fn lower_shared_input_forward(layers: SharedInput<'_>, rank: usize, policy: 
         for &(weight, features, bias, out) in &parts {
             let op = Gemm {
                 layout: GemmLayout::Nt,
-                a: a.clone(),
-                b: lowering.whole(weight, features),
+                a: a.clone().into(),
+                b: lowering.whole(weight, features).into(),
                 out,
-                out_rows: out_rows.clone(),
+                out_rows: out_rows.clone().into(),
                 pass_rows: tokens,
                 columns: None,
                 bias,
@@ -213,10 +213,10 @@ fn products(
         let (a, out_rows) = rows(part.dy);
         Gemm {
             layout: GemmLayout::Nn,
-            a,
-            b: lowering.whole(part.weight, part.features),
+            a: a.into(),
+            b: lowering.whole(part.weight, part.features).into(),
             out,
-            out_rows,
+            out_rows: out_rows.into(),
             pass_rows: lowering.plan.spec.tokens,
             columns: None,
             bias: None,
@@ -275,10 +275,10 @@ fn weight_gradient(
     let dy = lowering.whole(dy, plan.spec.tokens);
     let op = Gemm {
         layout: GemmLayout::Tn,
-        a: dy.clone(),
-        b: x.to_vec(),
+        a: dy.clone().into(),
+        b: x.to_vec().into(),
         out,
-        out_rows: vec![Range::new(0, features)],
+        out_rows: vec![Range::new(0, features)].into(),
         pass_rows: features,
         columns: None,
         bias: None,

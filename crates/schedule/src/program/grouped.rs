@@ -1,11 +1,15 @@
 //! How a device with tiles runs the problems of a grouped GEMM: which of them one launch computes, and which rows are copied for it.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use super::{Accumulate, BufferId, Gemm, GemmLayout};
+use counterpoint_mask::Range as Rows;
+
+use super::rows::ranges_of;
+use super::{Accumulate, BufferId, Gemm, GemmLayout, RowBlock, RowBlocks, RowList, RowNumbers};
 
 /// Problems of a [`WaveGemm`](super::WaveGemm) that one launch computes: neighbours that have a layout and a result in common.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct GroupedLaunch {
     /// Its products.
     pub products: Range<usize>,
@@ -19,27 +23,25 @@ pub struct GroupedLaunch {
 }
 
 /// One problem.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct GroupedProblem {
     /// One of its products: its second operand is theirs.
     pub product: usize,
     /// Its rows, in the order in which they are multiplied.
-    pub rows: Vec<GroupedRows>,
+    pub rows: RowBlocks,
+    /// Where their results go, product by product.
+    pub results: Vec<GroupedRows>,
 }
 
-/// Rows that lie together, and whose results do: of a buffer and a result with fewer than 2^32. Small, for a routing has tens of thousands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Rows of a problem, and where their results go. A routing has tens of thousands of each.
+#[derive(Clone, Debug)]
 pub struct GroupedRows {
-    /// Where they lie.
-    pub buffer: BufferId,
-    /// The first of them there.
-    pub first: u32,
-    /// The first row of the result.
-    pub to: u32,
-    /// How many.
-    pub count: u32,
     /// Number of the product that they are of.
-    pub product: u32,
+    pub product: usize,
+    /// Which of the problem's rows they are.
+    pub at: RowNumbers,
+    /// The rows of the result, as many.
+    pub to: RowNumbers,
 }
 
 /// The way of the results of a [`GroupedLaunch`].
@@ -90,10 +92,10 @@ impl GroupedLaunch {
         for (product, gemm) in numbers.clone().zip(products) {
             let same = problems.last().is_some_and(|problem| products[problem.product - first].b == gemm.b);
             if !same {
-                problems.push(GroupedProblem { product, rows: Vec::new() });
+                problems.push(GroupedProblem { product, rows: RowBlocks::default(), results: Vec::new() });
             }
             if let Some(problem) = problems.last_mut() {
-                add_pieces(product, gemm, &mut problem.rows);
+                problem.add(product, gemm);
             }
         }
         let sums = products.iter().any(|gemm| gemm.accumulate == Accumulate::Continue);
@@ -107,10 +109,9 @@ impl GroupedLaunch {
             problems.iter_mut().for_each(GroupedProblem::sort);
         }
         // Loads by boxes of 64 rows and fewer take 1.7 to 21 times as long as a copy and loads of whole tiles.
-        let source = products[0].a.first().map(|block| block.buffer);
+        let source = products[0].a.pieces().first().map(|piece| piece.buffer);
         let follows = |problem: &GroupedProblem| {
-            problem.rows.first().is_none_or(|rows| Some(rows.buffer) == source)
-                && problem.rows.windows(2).all(|pair| pair[0].source_precedes(&pair[1]))
+            problem.rows.is_empty() || problem.rows.together().map(|block| block.buffer) == source
         };
         let gathers = !problems.iter().all(follows);
         Self { products: numbers, problems, gathers, results }
@@ -118,132 +119,121 @@ impl GroupedLaunch {
 
     /// Whether results are in ranges that are shorter on average than what is stored where it belongs.
     fn has_short_results(problems: &[GroupedProblem]) -> bool {
-        let ranges = |problem: &GroupedProblem| problem.rows.chunk_by(GroupedRows::result_precedes).count();
-        let (count, ranges): (usize, usize) = problems
-            .iter()
-            .map(|problem| (problem.count(), ranges(problem)))
-            .fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+        let counts = problems.iter().map(|problem| (problem.rows.count(), problem.result_ranges()));
+        let (count, ranges) = counts.fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
         count < Self::LEAST_ROWS * ranges
     }
 
     /// Rows of all problems.
     pub fn rows(&self) -> usize {
-        self.problems.iter().map(GroupedProblem::count).sum()
+        self.problems.iter().map(|problem| problem.rows.count()).sum()
     }
 
     /// Half-tiles of rows of all problems.
     pub fn half_tiles(&self) -> usize {
-        self.problems.iter().map(|problem| problem.count().div_ceil(Self::HALF_ROWS)).sum()
+        self.problems.iter().map(|problem| problem.rows.count().div_ceil(Self::HALF_ROWS)).sum()
     }
 }
 
 impl GroupedProblem {
+    /// Adds the rows of a product.
+    fn add(&mut self, product: usize, gemm: &Gemm) {
+        let mut end = self.rows.count();
+        self.rows.extend(&gemm.a);
+        for to in gemm.out_rows.pieces() {
+            let at = RowNumbers::Range(Rows::new(end, end + to.count()));
+            end += to.count();
+            self.results.push(GroupedRows { product, at, to: to.clone() });
+        }
+    }
+
+    /// How many ranges its results lie in.
+    fn result_ranges(&self) -> usize {
+        let (mut count, mut end) = (0, None);
+        for rows in ranges_of(self.results.iter().map(|rows| &rows.to)) {
+            count += usize::from(end != Some(rows.start));
+            end = Some(rows.end);
+        }
+        count
+    }
+
     /// Puts its rows in the order in which they lie.
     fn sort(&mut self) {
-        if self.rows.is_sorted_by_key(GroupedRows::source) {
+        if self.rows.ascend() {
             return;
         }
-        if let Some(sorted) = self.by_places() {
-            self.rows = sorted;
-        } else {
-            self.rows.sort_by_key(GroupedRows::source);
-        }
-    }
-
-    /// Its rows in order, where every row of a buffer has a place of its own: an expert's rows lie together, each in one product or another.
-    fn by_places(&self) -> Option<Vec<GroupedRows>> {
-        let (buffer, mut first) = self.rows.first()?.source();
-        let mut last = first;
-        for rows in &self.rows {
-            if rows.buffer != buffer {
-                return None;
+        let (rows, places) = by_places(&self.rows).unwrap_or_else(|| by_sorting(&self.rows));
+        let places = Arc::new(places);
+        for GroupedRows { at, .. } in &mut self.results {
+            if let RowNumbers::Range(part) = at
+                && let Some(list) = RowList::new(&places, *part)
+            {
+                *at = RowNumbers::List(list);
             }
-            (first, last) = (first.min(rows.first), last.max(rows.first));
         }
-        let span = (last - first) as usize;
-        if span >= 4 * self.rows.len() {
-            return None;
-        }
-        let nothing = GroupedRows { buffer, first, to: 0, count: 0, product: 0 };
-        let mut sorted = vec![nothing; span + 1];
-        for rows in &self.rows {
-            let place = &mut sorted[(rows.first - first) as usize];
-            if place.count > 0 {
-                return None;
-            }
-            *place = *rows;
-        }
-        // Mostly every place has its row.
-        if sorted.len() > self.rows.len() {
-            sorted.retain(|rows| rows.count > 0);
-        }
-        Some(sorted)
-    }
-
-    /// Its rows.
-    pub fn count(&self) -> usize {
-        self.rows.iter().map(|rows| rows.count as usize).sum()
+        self.rows = rows;
     }
 }
 
-impl GroupedRows {
-    /// Where they lie, and the first of them there.
-    fn source(&self) -> (BufferId, u32) {
-        (self.buffer, self.first)
-    }
+/// Rows in order, and the place that each has there.
+type Sorted = (RowBlocks, Vec<u32>);
 
-    /// Whether others follow them where they lie.
-    pub fn source_precedes(&self, next: &Self) -> bool {
-        self.buffer == next.buffer && self.first + self.count == next.first
+/// Those of one buffer that has a place of its own for every row: an expert's rows lie together, each in one product or another.
+fn by_places(rows: &RowBlocks) -> Option<Sorted> {
+    let buffer = rows.pieces().first()?.buffer;
+    if rows.pieces().iter().any(|piece| piece.buffer != buffer) {
+        return None;
     }
-
-    /// Whether others follow them in the result.
-    pub fn result_precedes(&self, next: &Self) -> bool {
-        self.to + self.count == next.to
+    let mut numbers = rows.numbers();
+    let (first, last) =
+        numbers.iter().fold((u32::MAX, 0), |(first, last), row| (first.min(*row), last.max(*row)));
+    let span = (last - first) as usize + 1;
+    if span >= 4 * numbers.len() {
+        return None;
     }
+    let mut places = vec![0u32; span];
+    numbers.iter_mut().for_each(|row| *row -= first);
+    numbers.iter().for_each(|row| places[*row as usize] += 1);
+    if places.iter().any(|count| *count > 1) {
+        return None;
+    }
+    if span == numbers.len() {
+        let all = Rows { start: first as usize, end: last as usize + 1 };
+        return Some((vec![RowBlock { buffer, rows: all }].into(), numbers));
+    }
+    let mut sorted = Vec::with_capacity(numbers.len());
+    for (row, place) in (first..).zip(&mut places) {
+        let is_there = *place > 0;
+        *place = sorted.len() as u32;
+        if is_there {
+            sorted.push(row);
+        }
+    }
+    numbers.iter_mut().for_each(|row| *row = places[*row as usize]);
+    let all = Rows::new(0, sorted.len());
+    let mut rows = RowBlocks::default();
+    rows.push_list(buffer, RowList::new(&Arc::new(sorted), all));
+    Some((rows, numbers))
 }
 
-/// Adds the rows of a product, cut wherever they or their results end.
-fn add_pieces(product: usize, gemm: &Gemm, rows: &mut Vec<GroupedRows>) {
-    rows.reserve(gemm.a.len().max(gemm.out_rows.len()));
-    let of_product = product as u32;
-    if let [out] = gemm.out_rows[..] {
-        // Tokens of an expert, one by one.
-        let mut to = out.start as u32;
-        for block in &gemm.a {
-            let (first, count) = (block.rows.start as u32, block.rows.len() as u32);
-            rows.push(GroupedRows { buffer: block.buffer, first, to, count, product: of_product });
-            to += count;
-        }
-        return;
-    }
-    let mut results = gemm.out_rows.iter().copied();
-    let mut to = results.next();
-    for block in &gemm.a {
-        let mut at = block.rows.start;
-        while at < block.rows.end {
-            let Some(out) = &mut to else { return };
-            let count = (block.rows.end - at).min(out.len());
-            rows.push(GroupedRows {
-                buffer: block.buffer,
-                first: at as u32,
-                to: out.start as u32,
-                count: count as u32,
-                product: of_product,
-            });
-            (at, out.start) = (at + count, out.start + count);
-            if out.is_empty() {
-                to = results.next();
-            }
-        }
-    }
+/// Any, by comparisons.
+fn by_sorting(rows: &RowBlocks) -> Sorted {
+    let buffers =
+        rows.pieces().iter().flat_map(|piece| std::iter::repeat_n(piece.buffer, piece.rows.count()));
+    let mut sorted: Vec<(BufferId, u32, usize)> =
+        buffers.zip(rows.numbers()).enumerate().map(|(at, (buffer, row))| (buffer, row, at)).collect();
+    sorted.sort_unstable();
+    let mut places = vec![0; sorted.len()];
+    (0..).zip(&sorted).for_each(|(place, (_, _, at))| places[*at] = place);
+    let row = |&(buffer, row, _): &(BufferId, u32, usize)| RowBlock {
+        buffer,
+        rows: Rows::new(row as usize, row as usize + 1),
+    };
+    (sorted.iter().map(row).collect(), places)
 }
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_mask::Range as Rows;
-
-    use super::super::RowBlock;
     use super::*;
 
     fn gemm(
@@ -259,7 +249,7 @@ mod tests {
         Gemm {
             layout: GemmLayout::Nt,
             a: a.iter().map(block).collect(),
-            b: vec![block(&(9, 64 * expert, 64 * expert + 64))],
+            b: vec![block(&(9, 64 * expert, 64 * expert + 64))].into(),
             out: BufferId(8),
             out_rows: out.iter().map(|&(start, end)| Rows::new(start, end)).collect(),
             pass_rows: 1000,
@@ -267,6 +257,18 @@ mod tests {
             bias: None,
             accumulate,
         }
+    }
+
+    /// Of each row of a problem its buffer and row, that of its result, and its product.
+    fn flat(problem: &GroupedProblem) -> Vec<(usize, usize, u32, usize)> {
+        let blocks = problem.rows.iter();
+        let rows =
+            blocks.flat_map(|block| (block.rows.start..block.rows.end).map(move |row| (block.buffer.0, row)));
+        let mut flat: Vec<_> = rows.map(|(buffer, row)| (buffer, row, u32::MAX, 0)).collect();
+        for GroupedRows { product, at, to } in &problem.results {
+            at.each_with(to, |at, to| (flat[at as usize].2, flat[at as usize].3) = (to, *product));
+        }
+        flat
     }
 
     /// Tokens one by one become rows that lie together.
@@ -282,8 +284,7 @@ mod tests {
         let launch = &launches[0];
         assert_eq!((launch.gathers, launch.results), (true, GroupedResults::InPlace));
         assert_eq!((launch.rows(), launch.half_tiles(), launch.problems.len()), (500, 4 + 5, 2));
-        let last = launch.problems[0].rows[199];
-        assert_eq!(last, GroupedRows { buffer: BufferId(0), first: 398, to: 199, count: 1, product: 0 });
+        assert_eq!(flat(&launch.problems[0])[199], (0, 398, 199, 0));
         // Those of a problem that follow each other stay where they are.
         let gathers = |a: &[(usize, usize, usize)]| {
             GroupedLaunch::of(&[gemm(0, a, &[(0, 200)], Accumulate::Start)])[0].gathers
@@ -303,12 +304,10 @@ mod tests {
         let launches = GroupedLaunch::of(&products);
         let launch = &launches[0];
         assert_eq!((launch.gathers, launch.results), (false, GroupedResults::Summed));
-        let rows = |problem: usize| -> Vec<_> {
-            let rows = launch.problems[problem].rows.iter();
-            rows.map(|rows| (rows.first, rows.to, rows.count, rows.product)).collect()
-        };
-        assert_eq!(rows(0), [(0, 0, 2, 0), (2, 5, 2, 0)]);
-        assert_eq!(rows(1), [(4, 2, 1, 1), (5, 0, 1, 2), (6, 6, 1, 2), (7, 4, 1, 1)]);
+        let wanted = [(0, 0, 0, 0), (0, 1, 1, 0), (0, 2, 5, 0), (0, 3, 6, 0)];
+        assert_eq!(flat(&launch.problems[0]), wanted);
+        let wanted = [(0, 4, 2, 1), (0, 5, 0, 2), (0, 6, 6, 2), (0, 7, 4, 1)];
+        assert_eq!(flat(&launch.problems[1]), wanted);
         assert_eq!(launch.half_tiles(), 2);
     }
 
@@ -321,14 +320,23 @@ mod tests {
                 gemm(0, first, &[(0, ends(first))], Accumulate::Start),
                 gemm(0, second, &[(0, ends(second))], Accumulate::Continue),
             ];
-            let launch = &GroupedLaunch::of(&products)[0];
-            let rows = launch.problems[0].rows.iter();
-            rows.map(|rows| (rows.buffer.0, rows.first, rows.count)).collect()
+            // Each row's place among those that were given, by what becomes of it.
+            let given = products.iter().flat_map(|gemm| gemm.a.iter().collect::<Vec<_>>());
+            let given = given
+                .flat_map(|block| (block.rows.start..block.rows.end).map(move |row| (block.buffer.0, row)));
+            let given: Vec<_> = given.collect();
+            let flat = flat(&GroupedLaunch::of(&products)[0].problems[0]);
+            for &(buffer, row, to, product) in &flat {
+                assert_eq!(given[to as usize + product * ends(first)], (buffer, row));
+            }
+            flat.into_iter().map(|(buffer, row, ..)| (buffer, row)).collect()
         };
-        assert_eq!(sources(&[(0, 3, 4), (0, 5, 9)], &[(0, 4, 5)]), [(0, 3, 1), (0, 4, 1), (0, 5, 4)]);
-        assert_eq!(sources(&[(0, 300, 301)], &[(0, 4, 5)]), [(0, 4, 1), (0, 300, 1)]);
-        assert_eq!(sources(&[(0, 5, 6), (0, 4, 5)], &[(0, 5, 6)]), [(0, 4, 1), (0, 5, 1), (0, 5, 1)]);
-        assert_eq!(sources(&[(1, 5, 6)], &[(0, 6, 7)]), [(0, 6, 1), (1, 5, 1)]);
+        let wanted = [(0, 3), (0, 4), (0, 5), (0, 6), (0, 7), (0, 8)];
+        assert_eq!(sources(&[(0, 3, 4), (0, 5, 9)], &[(0, 4, 5)]), wanted);
+        assert_eq!(sources(&[(0, 3, 4), (0, 6, 7)], &[(0, 4, 5)]), [(0, 3), (0, 4), (0, 6)]);
+        assert_eq!(sources(&[(0, 300, 301)], &[(0, 4, 5)]), [(0, 4), (0, 300)]);
+        assert_eq!(sources(&[(0, 5, 6), (0, 4, 5)], &[(0, 5, 6)]), [(0, 4), (0, 5), (0, 5)]);
+        assert_eq!(sources(&[(1, 5, 6)], &[(0, 6, 7)]), [(0, 6), (1, 5)]);
     }
 
     #[test]

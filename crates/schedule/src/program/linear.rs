@@ -7,28 +7,7 @@ use counterpoint_mask::Range;
 use counterpoint_plan::ExpertRows;
 use serde::{Deserialize, Serialize};
 
-use super::{Accumulate, BufferId, SignalId};
-
-/// Some rows of a buffer `[rows, columns]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RowBlock {
-    /// The buffer.
-    pub buffer: BufferId,
-    /// The rows, at least one.
-    pub rows: Range,
-}
-
-impl RowBlock {
-    /// Adds the buffers of some blocks where they first come: tokens of experts are thousands of blocks of a few buffers.
-    pub fn add_buffers(out: &mut Vec<BufferId>, blocks: &[RowBlock]) {
-        for of_buffer in blocks.chunk_by(|one, next| one.buffer == next.buffer) {
-            let buffer = of_buffer[0].buffer;
-            if !out.contains(&buffer) {
-                out.push(buffer);
-            }
-        }
-    }
-}
+use super::{Accumulate, BufferId, RowBlock, RowBlocks, RowRanges, SignalId};
 
 /// How the operands of a [`Gemm`] lie, each row-major.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -49,13 +28,13 @@ pub struct Gemm {
     /// How the operands lie.
     pub layout: GemmLayout,
     /// The first operand.
-    pub a: Vec<RowBlock>,
+    pub a: RowBlocks,
     /// The second operand.
-    pub b: Vec<RowBlock>,
+    pub b: RowBlocks,
     /// `[rows, n]`.
     pub out: BufferId,
     /// Where the `m` rows of the result go: ascending, disjoint.
-    pub out_rows: Vec<Range>,
+    pub out_rows: RowRanges,
     /// Rows of all products of the pass that it is one of, at least `m`: whatever a device chooses that bits depend on, such as parts
     /// of `k`, it chooses by these, so that groups of a pass have the bits of the whole.
     pub pass_rows: usize,

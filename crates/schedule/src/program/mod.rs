@@ -7,6 +7,7 @@ mod grouped;
 mod linear;
 mod op;
 mod op_display;
+mod rows;
 mod uses;
 
 pub use attention::{
@@ -16,10 +17,11 @@ pub use attention::{
 pub use collective::{Delivery, GroupCast, GroupReduce, ReduceOp};
 pub use grouped::{GroupedLaunch, GroupedProblem, GroupedResults, GroupedRows};
 pub use linear::{
-    ColumnSum, ExpertRowsOf, Gemm, GemmLayout, RmsNorm, RmsNormBackward, RowArrivals, RowBlock, RowsOrigin,
-    UserKernel, UserPart, WaveGemm,
+    ColumnSum, ExpertRowsOf, Gemm, GemmLayout, RmsNorm, RmsNormBackward, RowArrivals, RowsOrigin, UserKernel,
+    UserPart, WaveGemm,
 };
 pub use op::Op;
+pub use rows::{RowBlock, RowBlocks, RowList, RowNumbers, RowPiece, RowRanges};
 
 use counterpoint_plan::DType;
 use serde::{Deserialize, Serialize};

@@ -126,8 +126,9 @@ impl ProgramText<'_> {
         };
         let bias = op.bias.map(|bias| format!(" bias={}", self.buffer(bias))).unwrap_or_default();
         let columns = op.columns.map(|columns| format!(" columns {columns}")).unwrap_or_default();
-        let (a, b, out) = (self.blocks(&op.a), self.blocks(&op.b), self.buffer(op.out));
-        let (to, pass_rows) = (self.ranges(&op.out_rows), op.pass_rows);
+        let [a, b] = [&op.a, &op.b].map(|rows| self.blocks(&rows.iter().collect::<Vec<_>>()));
+        let out = self.buffer(op.out);
+        let (to, pass_rows) = (self.ranges(&op.out_rows.iter().collect::<Vec<_>>()), op.pass_rows);
         let arrow = arrow(op.accumulate);
         format!(
             "gemm_{layout} a={a} b={b}{bias}{columns} {arrow} {out} rows {to} | {pass_rows} rows in the pass"

@@ -58,7 +58,7 @@ impl Op {
             Op::WaveGemm(op) => op.groups.iter().flat_map(Gemm::reads).collect(),
             Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.reads.iter().copied()).collect(),
             Op::RmsNorm(op) => {
-                let mut out = once_each([&op.src]);
+                let mut out = once_each(&op.src);
                 out.extend(op.residual);
                 out.extend(op.weight);
                 out
@@ -70,7 +70,7 @@ impl Op {
                 out
             }
             Op::ColumnSum(op) => {
-                let mut out = once_each([&op.src]);
+                let mut out = once_each(&op.src);
                 if op.accumulate == Accumulate::Continue {
                     out.push(op.dst);
                 }
@@ -183,7 +183,8 @@ impl AttentionBackward {
 
 impl Gemm {
     fn reads(&self) -> Vec<BufferId> {
-        let mut out = once_each([&self.a, &self.b]);
+        let mut out = Vec::new();
+        [&self.a, &self.b].into_iter().for_each(|rows| rows.add_buffers(&mut out));
         out.extend(self.bias);
         // Rows that it does not name stay as they are, so what was there counts in any case.
         out.push(self.out);
@@ -192,9 +193,13 @@ impl Gemm {
 }
 
 /// Each buffer of some blocks where it first comes.
-fn once_each<const N: usize>(blocks: [&[RowBlock]; N]) -> Vec<BufferId> {
+fn once_each(blocks: &[RowBlock]) -> Vec<BufferId> {
     let mut out = Vec::new();
-    blocks.into_iter().for_each(|blocks| RowBlock::add_buffers(&mut out, blocks));
+    for RowBlock { buffer, .. } in blocks {
+        if !out.contains(buffer) {
+            out.push(*buffer);
+        }
+    }
     out
 }
 
@@ -213,11 +218,11 @@ mod tests {
     use counterpoint_mask::Range;
 
     use super::*;
-    use crate::{GemmLayout, RowBlock};
+    use crate::{GemmLayout, RowBlock, RowBlocks};
 
     #[test]
     fn a_product_reads_a_buffer_once_in_however_many_blocks() {
-        let blocks = |of: &[usize]| -> Vec<RowBlock> {
+        let blocks = |of: &[usize]| -> RowBlocks {
             of.iter()
                 .enumerate()
                 .map(|(at, &id)| RowBlock { buffer: BufferId(id), rows: Range::new(at, at + 1) })
@@ -228,7 +233,7 @@ mod tests {
             a: blocks(&[0, 3, 0, 3, 0]),
             b: blocks(&[1]),
             out: BufferId(2),
-            out_rows: vec![Range::new(0, 5)],
+            out_rows: vec![Range::new(0, 5)].into(),
             pass_rows: 5,
             columns: None,
             bias: None,

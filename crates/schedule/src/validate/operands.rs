@@ -6,7 +6,7 @@ use counterpoint_plan::{DType, KEY_BLOCK};
 use super::{OperandFault, ProgramError};
 use crate::{
     ArrivingKeys, AttentionBackward, AttentionState, BufferId, BufferSpec, ForwardBegin, ForwardEnd, Gemm,
-    GemmLayout, MaxLogits, Op, Program, RowArrivals, RowBlock,
+    GemmLayout, MaxLogits, Op, Program, RowArrivals, RowBlock, RowBlocks, RowNumbers, RowPiece, RowRanges,
 };
 
 impl Program {
@@ -293,30 +293,35 @@ impl<'a> Check<'a> {
     }
 
     fn blocks(&self, operand: &str, blocks: &[RowBlock]) -> Result<Blocks, ProgramError> {
-        let Some(first) = blocks.first().map(|block| self.spec(block.buffer)) else {
+        self.operand(operand, &blocks.iter().copied().collect())
+    }
+
+    fn operand(&self, operand: &str, blocks: &RowBlocks) -> Result<Blocks, ProgramError> {
+        let Some(first) = blocks.pieces().first().map(|piece| self.spec(piece.buffer)) else {
             return Err(self.error(OperandFault::NoRows { operand: operand.to_owned() }));
         };
         let columns = first.shape.get(1).copied().unwrap_or_default();
-        let mut rows = 0;
-        // Tokens of experts are thousands of blocks of a few buffers.
-        let (mut known, mut has) = (None, 0);
-        for block in blocks {
-            if known != Some(block.buffer) {
-                let spec = self.spec(block.buffer);
-                self.tensor(block.buffer, first.dtype, &[spec.rows(), columns])?;
-                (known, has) = (Some(block.buffer), spec.rows());
+        for RowPiece { buffer, rows } in blocks.pieces() {
+            let spec = self.spec(*buffer);
+            self.tensor(*buffer, first.dtype, &[spec.rows(), columns])?;
+            let has = spec.rows();
+            let beyond = match rows {
+                RowNumbers::Range(rows) => (rows.is_empty() || rows.end > has).then_some(*rows),
+                RowNumbers::List(rows) => {
+                    let last = rows.iter().fold(0, |last, row| last.max(*row)) as usize;
+                    (last >= has).then_some(Range { start: last, end: last + 1 })
+                }
+            };
+            if let Some(rows) = beyond {
+                let (operand, name) = (operand.to_owned(), spec.name.clone());
+                return Err(self.error(OperandFault::RowsBeyond { rows, operand, name, has }));
             }
-            if block.rows.is_empty() || block.rows.end > has {
-                let (operand, name) = (operand.to_owned(), self.spec(block.buffer).name.clone());
-                return Err(self.error(OperandFault::RowsBeyond { rows: block.rows, operand, name, has }));
-            }
-            rows += block.rows.len();
         }
-        Ok(Blocks { rows, columns, dtype: first.dtype })
+        Ok(Blocks { rows: blocks.count(), columns, dtype: first.dtype })
     }
 
     fn gemm(&self, op: &Gemm) -> Result<(), ProgramError> {
-        let (a, b) = (self.blocks("a", &op.a)?, self.blocks("b", &op.b)?);
+        let (a, b) = (self.operand("a", &op.a)?, self.operand("b", &op.b)?);
         let (m, k) = match op.layout {
             GemmLayout::Nt | GemmLayout::Nn => (a.rows, a.columns),
             GemmLayout::Tn => (a.columns, a.rows),
@@ -336,7 +341,7 @@ impl<'a> Check<'a> {
         if let Some(bias) = op.bias {
             self.tensor(bias, a.dtype, &[n])?;
         }
-        self.places(&op.out_rows, m, out.rows())
+        self.result_rows(&op.out_rows, m, out.rows())
     }
 
     /// Whether there are these columns among so many.
@@ -349,14 +354,36 @@ impl<'a> Check<'a> {
 
     /// Whether `rows` are places for `given` rows in a tensor of `held`.
     fn places(&self, rows: &[Range], given: usize, held: usize) -> Result<(), ProgramError> {
+        self.result_rows(&rows.iter().copied().collect(), given, held)
+    }
+
+    fn result_rows(&self, rows: &RowRanges, given: usize, held: usize) -> Result<(), ProgramError> {
         let mut end = 0;
-        for rows in rows {
-            if rows.start < end || rows.is_empty() || rows.end > held {
-                return Err(self.error(OperandFault::PlacesOut { rows: *rows, end }));
+        let mut follows = |piece: &RowNumbers| {
+            let (places, ascends) = match piece {
+                RowNumbers::Range(places) => (*places, true),
+                RowNumbers::List(list) => {
+                    let last = list[list.len() - 1] as usize;
+                    let ascends = list.windows(2).fold(true, |all, pair| all & (pair[0] < pair[1]));
+                    (Range { start: list[0] as usize, end: last + 1 }, ascends)
+                }
+            };
+            let before = std::mem::replace(&mut end, places.end);
+            ascends && places.start >= before && !places.is_empty() && places.end <= held
+        };
+        if !rows.pieces().iter().all(&mut follows) {
+            let mut end = 0;
+            let mut wrong = |rows: &Range| {
+                let before = std::mem::replace(&mut end, rows.end);
+                let is_wrong = rows.start < before || rows.is_empty() || rows.end > held;
+                is_wrong.then_some(OperandFault::PlacesOut { rows: *rows, end: before })
+            };
+            let mut ranges = rows.iter();
+            if let Some(fault) = ranges.find_map(|rows| wrong(&rows)) {
+                return Err(self.error(fault));
             }
-            end = rows.end;
         }
-        let places: usize = rows.iter().map(Range::len).sum();
+        let places = rows.count();
         if places != given {
             return Err(self.error(OperandFault::Places { given, places }));
         }

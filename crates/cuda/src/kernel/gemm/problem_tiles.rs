@@ -150,13 +150,15 @@ impl GroupedGemmSpec {
             [TilePair::Rows, TilePair::Columns].map(shape)
         });
         let workers = sm_count.saturating_sub(self.sm_margin).max(2);
-        let mut all: Vec<(f64, GemmShape)> = all.map(|shape| (self.cost(shape, workers), shape)).collect();
+        let order = self.in_order();
+        let mut all: Vec<(f64, GemmShape)> =
+            all.map(|shape| (self.cost(shape, workers, &order), shape)).collect();
         all.sort_by(|a, b| a.0.total_cmp(&b.0));
         all.into_iter().map(|(_, shape)| shape).collect()
     }
 
     /// An estimate of the time in cycles of a multiprocessor, as that of one product ([`TilingCost::cost`]).
-    fn cost(&self, shape: GemmShape, workers: u32) -> f64 {
+    fn cost(&self, shape: GemmShape, workers: u32, order: &[usize]) -> f64 {
         /// Bytes from memory in a cycle, of all 132 multiprocessors.
         const MEMORY: f64 = 1400.0;
         /// Of the time of a block, what one warpgroup's rows take. Not measured.
@@ -175,7 +177,7 @@ impl GroupedGemmSpec {
         let (mut all, mut busy, mut elements) = (0.0f64, vec![0.0f64; clusters], 0.0);
         let mut next = 0;
         let together = unit_rows / TILE_ROWS;
-        for index in self.in_order() {
+        for &index in order {
             let problem = &self.problems[index];
             let rows = self.rows_of(problem);
             let tiles = rows.div_ceil(TILE_ROWS);

@@ -50,8 +50,8 @@ fn fitting((cast, gemm): (&GroupCast, &Gemm), collective: &Collective, program: 
         RowBlock { buffer: all, rows: Range::new(first + rows, m) },
     ];
     let alike = rows * ranks == m
-        && blocks.iter().filter(|block| !block.rows.is_empty()).eq(&gemm.a)
-        && spec_of(gemm.b[0].buffer).dtype == dtype
+        && blocks.into_iter().filter(|block| !block.rows.is_empty()).eq(gemm.a.iter())
+        && spec_of(gemm.b.pieces()[0].buffer).dtype == dtype
         && cast.wire_dtype == dtype;
     let exchanged = |peer: usize| {
         let theirs = Range::new(peer * rows, (peer + 1) * rows);

@@ -12,7 +12,9 @@ pub(super) use gemm_reduce::GemmReduceWork;
 use counterpoint_exec::OpPlace;
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
-use counterpoint_schedule::{self as schedule, Accumulate, BufferId, BufferSpec, Program, RowBlock};
+use counterpoint_schedule::{
+    self as schedule, Accumulate, BufferId, BufferSpec, Program, RowBlock, RowBlocks,
+};
 
 use super::{CallError, CudaTransport};
 use crate::backend::CudaBuffer;
@@ -60,7 +62,7 @@ pub(super) fn product_of(
     program: &Program,
 ) -> Option<GemmSpec> {
     let (rows, out) = (&program.buffers[a.0], &program.buffers[gemm.out.0]);
-    let is_new = gemm.out_rows == [Range::new(0, m)]
+    let is_new = gemm.out_rows.only() == Some(Range::new(0, m))
         && out.rows() == m
         && gemm.accumulate == Accumulate::Start
         && out.dtype == rows.dtype;
@@ -78,18 +80,15 @@ pub(super) fn product_of(
 }
 
 /// Where blocks begin that follow each other in one buffer, and how many rows they have together.
-pub(super) fn one_range(blocks: &[RowBlock], specs: &[BufferSpec]) -> Option<(Rows, usize)> {
-    let first = blocks.first()?;
-    let follows =
-        |pair: &[RowBlock]| pair[0].buffer == pair[1].buffer && pair[0].rows.end == pair[1].rows.start;
-    let spec = &specs[first.buffer.0];
-    let offset = first.rows.start as u64 * (spec.row_elements() * spec.dtype.size()) as u64;
-    let rows = blocks.iter().map(|block| block.rows.len()).sum();
-    blocks.windows(2).all(follows).then_some((Rows { buffer: first.buffer, offset }, rows))
+pub(super) fn one_range(blocks: &RowBlocks, specs: &[BufferSpec]) -> Option<(Rows, usize)> {
+    let RowBlock { buffer, rows } = blocks.together()?;
+    let spec = &specs[buffer.0];
+    let offset = rows.start as u64 * (spec.row_elements() * spec.dtype.size()) as u64;
+    Some((Rows { buffer, offset }, rows.len()))
 }
 
 /// An operand that is the rows of one buffer.
-pub(super) fn whole(blocks: &[RowBlock], specs: &[BufferSpec]) -> Option<Rows> {
+pub(super) fn whole(blocks: &RowBlocks, specs: &[BufferSpec]) -> Option<Rows> {
     one_range(blocks, specs).map(|(rows, _)| rows)
 }
 
