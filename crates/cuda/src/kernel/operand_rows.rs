@@ -114,7 +114,7 @@ impl OperandRows {
         self.parts.iter().map(|&(rows, of)| (rows, &self.operands[of.start..of.end]))
     }
 
-    /// How many parts there are, and how many operands these have.
+    /// How many parts there are, and how many operands these have at most.
     pub(super) fn lengths(&self) -> (usize, usize) {
         (self.parts.len(), self.operands.len())
     }
