@@ -201,16 +201,8 @@ impl MemoryPool {
         wait: impl FnOnce() -> Result<(), CudaError>,
         take_out: impl FnOnce(&mut Blocks<Arc<Point>>) -> Vec<(PoolMemory, u64)>,
     ) -> Result<(), CudaError> {
-        let unused = {
-            let mut blocks = lock(&self.blocks);
-            if blocks.is_empty() {
-                return Ok(());
-            }
-            wait()?;
-            take_out(&mut blocks)
-        };
         let mut result = Ok(());
-        for (memory, address) in unused {
+        for (memory, address) in self.taken_out(wait, take_out)? {
             // SAFETY: allocated for the pool by these functions, and nothing uses it any more.
             let freed = unsafe {
                 match (memory, &self.lender) {
@@ -225,6 +217,30 @@ impl MemoryPool {
             result = result.and(freed);
         }
         result
+    }
+
+    /// What `take_out` takes out, once `wait` has waited for all that may use what was given back before. Not under the lock: whoever gives
+    /// memory back meanwhile waits for nothing, and it stays.
+    fn taken_out(
+        &self,
+        wait: impl FnOnce() -> Result<(), CudaError>,
+        take_out: impl FnOnce(&mut Blocks<Arc<Point>>) -> Vec<(PoolMemory, u64)>,
+    ) -> Result<Vec<(PoolMemory, u64)>, CudaError> {
+        let came_back = {
+            let mut blocks = lock(&self.blocks);
+            if blocks.is_empty() {
+                return Ok(Vec::new());
+            }
+            blocks.what_came_back()
+        };
+        let waited = wait();
+        let mut blocks = lock(&self.blocks);
+        if let Err(error) = waited {
+            blocks.dropped.extend(came_back);
+            return Err(error);
+        }
+        came_back.into_iter().for_each(|block| blocks.put(block));
+        Ok(take_out(&mut blocks))
     }
 }
 
@@ -245,9 +261,8 @@ impl<P> Blocks<P> {
         self.slabs.is_empty() && self.free.is_empty() && self.dropped.is_empty() && self.pending.is_empty()
     }
 
-    /// Unused allocations, taken out, when nothing enqueued uses any; without slabs and what other processes have open.
+    /// Free allocations, taken out; without slabs and what other processes have open.
     fn unused(&mut self) -> Vec<(PoolMemory, u64)> {
-        self.put_what_came_back();
         let Self { free, exported, slabs, .. } = self;
         let mut unused = Vec::new();
         for ((memory, _), addresses) in free.iter_mut() {
@@ -259,9 +274,8 @@ impl<P> Blocks<P> {
         unused
     }
 
-    /// All allocations, taken out, at the end of a world.
+    /// All free allocations, taken out, at the end of a world.
     fn all(&mut self) -> Vec<(PoolMemory, u64)> {
-        self.put_what_came_back();
         let free = std::mem::take(&mut self.free).into_iter();
         let blocks =
             free.flat_map(|((memory, _), addresses)| addresses.into_iter().map(move |at| (memory, at)));
@@ -270,10 +284,11 @@ impl<P> Blocks<P> {
         all
     }
 
-    fn put_what_came_back(&mut self) {
+    /// What was given back and may still be used, taken out.
+    fn what_came_back(&mut self) -> Vec<Block> {
         let mut given_back = std::mem::take(&mut self.dropped);
         given_back.extend(std::mem::take(&mut self.pending).into_iter().flat_map(|(_, blocks)| blocks));
-        given_back.into_iter().for_each(|block| self.put(block));
+        given_back
     }
 
     /// The free blocks of the device that are worth more elsewhere than here, taken out.

@@ -318,9 +318,26 @@ fn long_blocks_of_the_device_go_back_to_a_lender() {
 fn what_other_processes_have_open_stays() {
     let mut blocks = Blocks::<u64>::default();
     let block = |address| Block { memory: PoolMemory::Device, address, bytes: 4096 };
-    [1, 2].into_iter().for_each(|address| blocks.put(block(address)));
-    blocks.dropped.push(block(3));
+    [1, 2, 3].into_iter().for_each(|address| blocks.put(block(address)));
     blocks.exported.insert(2);
     assert_eq!(blocks.unused(), [(PoolMemory::Device, 1), (PoolMemory::Device, 3)]);
     assert_eq!(blocks.all(), [(PoolMemory::Device, 2)]);
+}
+
+/// Whoever waits for a device holds up nobody, and takes what was given back before alone.
+#[test]
+fn memory_is_given_back_while_another_thread_waits_for_the_device() {
+    let pool = MemoryPool::default();
+    let block = |address| Block { memory: PoolMemory::Device, address, bytes: 4096 };
+    pool.give_back(block(1));
+    let give_back =
+        |address| std::thread::scope(|scope| scope.spawn(|| pool.give_back(block(address))).join());
+    let taken = pool
+        .taken_out(|| give_back(2).map_err(|_| CudaError::NoDevice { text: String::new() }), Blocks::unused);
+    assert_eq!(taken.unwrap(), [(PoolMemory::Device, 1)]);
+    assert_eq!(pool.unused_bytes(PoolMemory::Device), 4096);
+    // What could not be waited for stays as well.
+    let failed = pool.taken_out(|| Err(CudaError::NoDevice { text: String::new() }), Blocks::all);
+    assert!(failed.is_err() && pool.unused_bytes(PoolMemory::Device) == 4096);
+    assert_eq!(pool.taken_out(|| Ok(()), Blocks::all).unwrap(), [(PoolMemory::Device, 2)]);
 }
