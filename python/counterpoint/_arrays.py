@@ -23,14 +23,19 @@ def booleans(name: str, array: Any) -> tuple[int, int, bytes]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         _check_axes(name, array.ndim)
-        if array.is_floating_point() or array.is_complex() or array.is_sparse:
-            raise _not_boolean(name, f"a tensor of {array.dtype}" + (", sparse" if array.is_sparse else ""))
+        if array.layout != torch.strided or array.is_meta:
+            held = "on the meta device, without elements" if array.is_meta else f"{array.layout}"
+            raise MaskError(f"{name} is {held}; give a dense tensor of booleans")
+        if array.is_floating_point() or array.is_complex():
+            raise _not_boolean(name, f"a tensor of {array.dtype}")
         flat = array.detach().to("cpu").ne(0).to(torch.uint8).contiguous()
         return array.shape[0], array.shape[1], _bytes_of(flat)
     if hasattr(array, "ndim") and hasattr(array, "astype"):
         _check_axes(name, array.ndim)
         if array.dtype.kind not in "biu":
             raise _not_boolean(name, f"an array of {array.dtype}")
+        if hasattr(array, "filled"):
+            raise MaskError(f"{name} is a masked array of NumPy's, whose masked elements are neither; give {name}.filled(...)")
         return array.shape[0], array.shape[1], (array != 0).astype("uint8").tobytes()
     if torch is not None and hasattr(array, "__dlpack__"):
         return booleans(name, torch.from_dlpack(array))

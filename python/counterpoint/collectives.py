@@ -167,7 +167,7 @@ def group_reduce(
 
 
 def _checked(x: torch.Tensor, splits: Splits | Sequence[Splits], group: _Group, side: int) -> tuple[Splits, ...]:
-    given = (splits,) if isinstance(splits, Splits) else tuple(splits)
+    given = tuple(splits) if isinstance(splits, Sequence) else (splits,)
     if not all(isinstance(one, Splits) for one in given):
         raise TensorError("splits must be counterpoint.Splits, or a list of one for each rank of a LocalGroup")
     here = group.size if group._native.rank is None else 1

@@ -123,6 +123,10 @@ class _Group(_Planner):
             what = f"no argument {sorted(unknown)[0]!r}" if unknown else f"{sorted(missing)[0]!r} is missing"
             raise TypeError(f"Group.prefetch takes the arguments of Group.plan: {what}")
         key = key_of(mask, complete)
+        try:
+            hash(key)
+        except TypeError as error:
+            raise PlanError(f"an argument of Group.prefetch is no value that a plan could have: {error}") from None
         with self._lock:
             ahead = self._prefetched.get(key)
             if ahead is not None and not ahead.cancelled():

@@ -173,6 +173,7 @@ def test_what_does_not_fit_says_so() -> None:
         (cp.PlanError, "counts add up to more rows", lambda: cp.Splits.all_to_all(1, [[0, 2**63], [0, 2**63]])),
         (cp.TensorError, "splits are of 1 ranks; the group has 2", lambda: cp.group_cast(x, splits[0], group)),
         (cp.TensorError, "splits must be counterpoint.Splits", lambda: cp.group_cast(x, [1, 2], group)),
+        (cp.TensorError, "splits must be counterpoint.Splits", lambda: cp.group_cast(x, None, group)),
         (cp.TensorError, "x must be a torch.Tensor", lambda: cp.group_cast([1], splits, group)),
         (cp.TensorError, r"x is \[4, 2\]; the splits have 3 rows", lambda: cp.group_cast(torch.zeros(4, 2), splits, group)),
         (cp.PlanError, "names rank 5; there are ranks 0 to 1", lambda: cp.group_cast(x, beyond, group)),

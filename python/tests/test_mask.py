@@ -142,7 +142,17 @@ def _torch():
         (
             lambda: cp.Mask.from_dense(pytest.importorskip("torch").eye(2).bool().to_sparse()),
             cp.MaskError,
-            "sparse; give booleans",
+            "array is torch.sparse_coo; give a dense tensor of booleans",
+        ),
+        (
+            lambda: cp.Mask.from_dense(pytest.importorskip("torch").eye(2).bool().to("meta")),
+            cp.MaskError,
+            "array is on the meta device, without elements",
+        ),
+        (
+            lambda: cp.Mask.from_dense(pytest.importorskip("numpy").ma.masked_array([[True]], mask=[[True]])),
+            cp.MaskError,
+            "array is a masked array of NumPy's",
         ),
         (
             lambda: cp.Mask.from_dense(pytest.importorskip("torch").zeros(2, 2).numpy()),

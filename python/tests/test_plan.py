@@ -145,6 +145,8 @@ def test_prefetch(group) -> None:
     assert len(group._prefetched) <= 16
     with pytest.raises(TypeError, match="no argument 'head'"):
         group.prefetch(mask, head=3, head_dim=8, dtype="float32", heads=1)
+    with pytest.raises(cp.PlanError, match="no value that a plan could have: unhashable type: 'list'"):
+        group.prefetch(mask, **SHAPE, stages=[1])
 
 
 LONG = {**SHAPE, "dispatch": "predicted", "overlap": "predicted"}
