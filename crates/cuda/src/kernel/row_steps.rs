@@ -48,7 +48,7 @@ pub struct RowGather {
     pub to: u32,
 }
 
-/// What a [`RowCopy`] copies, as steps.
+/// What a [`RowCopy`](super::RowCopy) copies, as steps.
 pub trait RowSteps {
     /// Of every peer how many steps there are at most, and their rows.
     fn counts(&self) -> Vec<StepCount>;
