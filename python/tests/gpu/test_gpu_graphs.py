@@ -57,6 +57,35 @@ def test_a_captured_step_is_replayed_on_new_contents(mode: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
+def test_a_replayed_backward_keeps_the_dense_copy_of_its_gradient() -> None:
+    group = cp.LocalGroup(1, device=DEVICE)
+    plan, longer = plan_of(group, packed([1500, 548])), plan_of(group, packed([9000, 7384]))
+    q, k, v, dout = tensors(2048)
+    # Its heads lie outside of its rows, so a call makes a copy.
+    strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(cp.attention(q, k, v, plan)[0], (q, k, v), strided)
+
+    expected = [gradient.clone() for gradient in [step() for _ in range(3)][-1]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    *others, wide = tensors(16384)
+    torch.autograd.grad(cp.attention(*others, longer)[0], others, wide.transpose(0, 1).contiguous().transpose(0, 1))
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    # Memory of the copy's size that is free.
+    taken = [torch.full_like(dout, 7.0) for _ in range(256)]
+    for gradient in found:
+        gradient.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.allclose(a, b, rtol=2e-2, atol=2e-2) for a, b in zip(found, expected, strict=True))
+    assert all(bool((tensor == 7.0).all()) for tensor in taken)
+
+
 def test_what_cannot_be_captured_is_refused_and_harms_nothing() -> None:
     q, k, v, _ = (tensor.detach() for tensor in tensors(512))
     alone, two = cp.LocalGroup(1, device=DEVICE), cp.LocalGroup(2, device=DEVICE)
