@@ -45,8 +45,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         else:
             size = self.cp_group.size
             self._replicas, self._replica = world // size, _replica(self.cp_group._global_ranks, size, world)
-        # Of the epoch whose first batches all ranks of a group were found to have in common.
-        self._checked_epoch: Any = None
+        # The last epoch whose first batches were found to be the same on all ranks of a group.
+        self._checked_epoch: int | None = None
         self._refuse_what_is_not_offered()
 
     def _refuse_what_is_not_offered(self) -> None:
@@ -120,8 +120,9 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """The micro-batches of a step, and what their losses are divided by: the tokens that are predicted."""
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        if epoch_iterator is not self._checked_epoch and not isinstance(self.cp_group, LocalGroup):
-            self._checked_epoch = epoch_iterator
+        epoch = int(self.state.epoch or 0)
+        if epoch != self._checked_epoch and not isinstance(self.cp_group, LocalGroup):
+            self._checked_epoch = epoch
             self._check_same(batches, device)
         items = torch.tensor(sum(items_of(batch) for batch in batches), dtype=torch.int64, device=device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:

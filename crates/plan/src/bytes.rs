@@ -1,12 +1,12 @@
-//! Whether the bytes of a problem can be counted, all of what travels between all ranks together.
+//! Refuses problems whose bytes, over all ranks, exceed what a 64-bit counter holds.
 
 use crate::PlanError;
 
-/// Bytes at most: sums over both passes and the levels of a network have room above.
+/// The most bytes of a problem. Sums over both passes and the levels of a network have room above.
 const MOST: u64 = 1 << 62;
 
-/// Refuses tensors of more bytes than can be counted. `elements` are those of each tensor, as the factors that they are the product of; each
-/// rank may have all of them, in `element_bytes` bytes.
+/// Refuses tensors of more than [`MOST`] bytes. `elements` has the shape of each tensor. Each rank may hold all of them, at `element_bytes`
+/// an element.
 pub(crate) fn check<const N: usize, const AXES: usize>(
     ranks: usize,
     elements: [[f64; AXES]; N],

@@ -1,4 +1,4 @@
-//! Problems of so many bytes that nobody could count them are refused; of what is not, every sum can be counted.
+//! Problems of more bytes than a 64-bit counter holds are refused; just below, no sum overflows.
 
 use counterpoint_choose::{
     AttentionPrediction, DeviceModel, LayerGroups, Parallelism, PlanConfig, QueryExchange, StepError,

@@ -16,7 +16,7 @@ pub(crate) fn usage_error(error: &clap::Error) -> CliError {
     CliError::usage(UsageFault::Parser { text: in_words(parts.join("; ")) })
 }
 
-/// What the standard library says of text that is no number, in the words of the other arguments.
+/// Replaces the standard library's messages for malformed numbers by ours.
 fn in_words(text: String) -> String {
     const WORDS: [(&str, &str); 4] = [
         ("invalid digit found in string", "it must be a whole number"),

@@ -219,8 +219,8 @@ impl MemoryPool {
         result
     }
 
-    /// What `take_out` takes out, once `wait` has waited for all that may use what was given back before. Not under the lock: whoever gives
-    /// memory back meanwhile waits for nothing, and it stays.
+    /// What `take_out` takes out of the free blocks. First `wait` waits for all work that may use what was given back so far. The lock is
+    /// not held meanwhile, so that others give memory back without waiting; that memory stays.
     fn taken_out(
         &self,
         wait: impl FnOnce() -> Result<(), CudaError>,
